@@ -1,0 +1,77 @@
+"""The command ``kvd-bench``. A bench is a module with ``configure(parser)`` and ``run(arguments) -> Report | None``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import Report, load
+from protocol.errors import KvdError
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A subcommand; its module is imported only when it is asked for."""
+
+    name: str
+    module: str
+    help: str
+
+
+BENCHES = [
+    Bench("kernels", "benchmarks.kernels", "kernels by CUDA-graph replay, beside their floors"),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one bench; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="kvd-bench", description=__doc__)
+    subparsers = parser.add_subparsers(dest="bench", required=True)
+    for bench in BENCHES:
+        subparser = subparsers.add_parser(bench.name, help=bench.help)
+        _add_common_arguments(subparser)
+        if argv[:1] == [bench.name]:
+            importlib.import_module(bench.module).configure(subparser)
+    arguments = parser.parse_args(argv)
+    module = next(bench.module for bench in BENCHES if bench.name == arguments.bench)
+    try:
+        report = importlib.import_module(module).run(arguments)
+        if report is not None:
+            _deliver(report, arguments)
+    except KvdError as error:
+        print(f"kvd-bench: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only the cases whose name contains TEXT")
+    parser.add_argument(
+        "--merge", type=Path, action="append", default=[], metavar="FILE", help="add a kept result's rows"
+    )
+    parser.add_argument("--save", type=Path, metavar="DIRECTORY", help="keep the result as a file in this directory")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against floor (needs matplotlib)")
+
+
+def _deliver(report: Report, arguments: argparse.Namespace) -> None:
+    for path in arguments.merge:
+        report.merge(load(path))
+    if arguments.json:
+        print(json.dumps(report.as_json(), ensure_ascii=False))
+    else:
+        report.print_table()
+    if arguments.save is not None:
+        print(f"kept as {report.save(arguments.save)}", file=sys.stderr)
+    if arguments.plot is not None:
+        report.plot(arguments.plot)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
