@@ -1,0 +1,109 @@
+"""Index keys: how they become bytes, and the scores that a query row gives them.
+
+A key in ``e4m3`` is divided by ``s = 2 ** ceil(log2(max(amax, 1e-4) / 448))``; the exponent is taken from the bits of
+the quotient, so that no logarithm can round across a power of two. Keys lie block-planar, 64 tokens to a block.
+
+    score[t] = s_t * sum over heads h of w[h] * relu(q_h . k_t * 128 ** -0.5)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compute.kernels.memory import Memory
+from compute.kernels.reference_rows import check_positions, page_addresses
+from compute.kernels.state import PageMap
+from protocol.errors import InvalidValue
+from protocol.layout import INDEX_DIM, PAGE_TOKENS, KeyLayout
+
+KEY_TILE = 512
+"""Keys scored by one matrix product. Every product has this shape, whatever the length of the history, so that the
+bits of a key's score depend on the query row and the key alone."""
+
+_E4M3_MAX = 448.0
+
+
+def encode_keys(keys: Tensor, layout: KeyLayout) -> tuple[Tensor, Tensor]:
+    """Values [n, 128] in the layout's dtype and float32 scales [n] of float32 ``keys`` [n, 128].
+
+    Scales are 1 where the layout has none. Raises `InvalidValue` for a NaN or an infinity.
+    """
+    if keys.dim() != 2 or keys.shape[1] != INDEX_DIM:
+        raise InvalidValue("index keys", tuple(keys.shape), f"[n, {INDEX_DIM}]")
+    keys = keys.float()
+    if not bool(torch.isfinite(keys).all()):
+        raise InvalidValue("index key to encode", "NaN or infinite", "finite values")
+    if not layout.has_scales:
+        return keys, torch.ones(keys.shape[0], device=keys.device)
+    quotient = keys.abs().amax(1).clamp_min(1e-4) / _E4M3_MAX  # [n], always a normal number
+    bits = quotient.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # rounded up to a power of two
+    scales = (exponent.to(torch.int32) << 23).view(torch.float32)
+    return (keys / scales[:, None]).to(torch.float8_e4m3fn), scales
+
+
+def decode_key_block(blocks: Tensor, layout: KeyLayout) -> tuple[Tensor, Tensor]:
+    """Values float32 [..., 64, 128] (not yet scaled) and scales float32 [..., 64] of uint8 [..., block bytes]."""
+    planes = blocks[..., : layout.scales_offset]
+    if not layout.has_scales:
+        values = planes.view(torch.float32).unflatten(-1, (PAGE_TOKENS, INDEX_DIM))
+        return values, torch.ones(values.shape[:-1], device=blocks.device)
+    values = planes.view(torch.float8_e4m3fn).float().unflatten(-1, (PAGE_TOKENS, INDEX_DIM))
+    return values, blocks[..., layout.scales_offset :].view(torch.float32)
+
+
+def append_keys(memory: Memory, page_map: PageMap, group: int, positions: Tensor, keys: Tensor) -> None:
+    """Encode the keys of ``positions`` int64 [n] and write them twice: where they are read (the key block in VRAM) and
+    into the page, from where a history is restored.
+
+    Raises `InvalidValue` for a position outside the map or a value that `encode_keys` refuses; then nothing is written.
+    """
+    check_positions(page_map, positions)
+    layout = page_map.format.encoding.keys
+    values, scales = encode_keys(keys, layout)
+    data = values.contiguous().view(torch.uint8)  # [n, bytes of a key]
+    token = positions % PAGE_TOKENS
+    in_vram = page_map.key_block_address[group, positions // PAGE_TOKENS]
+    in_page = page_addresses(page_map, positions) + page_map.format.keys_offset(group)
+    for block in (in_vram, in_page):
+        memory.write(block + token * data.shape[1], data)
+        if layout.has_scales:
+            memory.write(block + layout.scales_offset + token * 4, scales[:, None].view(torch.uint8))
+
+
+def index_scores(
+    memory: Memory, page_map: PageMap, group: int, query: Tensor, weights: Tensor, positions: Tensor
+) -> Tensor:
+    """Scores of every key for every query row: float32 [R, T], T = max(positions) + 1; -inf for t > positions[r].
+
+    ``query`` [R, heads, 128] is bfloat16, or float32 with unquantised keys; ``weights`` float32 [R, heads] already hold
+    ``heads ** -0.5``. A key's block is read at `PageMap.key_block_address`. Raises `InvalidValue` for a position
+    outside the map.
+    """
+    check_positions(page_map, positions)
+    rows, heads, _ = query.shape
+    tokens = int(positions.max()) + 1 if rows else 0
+    pages = -(-tokens // PAGE_TOKENS)
+    layout = page_map.format.encoding.keys
+    scores = torch.full((rows, tokens), -torch.inf, device=query.device)
+    if tokens == 0:
+        return scores
+    blocks = memory.read(page_map.key_block_address[group, :pages], layout.block_bytes)
+    values, scales = decode_key_block(blocks, layout)
+    tiles = -(-tokens // KEY_TILE)
+    # Keys beyond the history are whatever memory held: replaced, so that a NaN there stays there.
+    keys = torch.zeros((tiles * KEY_TILE, INDEX_DIM), device=query.device)
+    keys[:tokens] = values.reshape(-1, INDEX_DIM)[:tokens]
+    key_scales = scales.reshape(-1)[:tokens]
+    transposed = keys.view(tiles, KEY_TILE, INDEX_DIM).transpose(1, 2)  # [tiles, 128, KEY_TILE]
+    dots = torch.empty((tiles, heads, KEY_TILE), device=query.device)
+    sums = torch.empty((tiles, 1, KEY_TILE), device=query.device)
+    scaled_query = query.float() * INDEX_DIM**-0.5
+    for row, position in enumerate(positions.tolist()):
+        used = -(-(position + 1) // KEY_TILE)
+        torch.bmm(scaled_query[row].expand(used, -1, -1), transposed[:used], out=dots[:used]).relu_()
+        torch.bmm(weights[row].expand(used, 1, heads), dots[:used], out=sums[:used])
+        seen = position + 1
+        torch.mul(sums.view(-1)[:seen], key_scales[:seen], out=scores[row, :seen])
+    return scores
