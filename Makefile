@@ -1,0 +1,75 @@
+# Targets: make help. Variables are given on the command line: make demo DEVICE=cuda
+
+PYTHON ?= python3
+EXTRAS ?= worker,cuda,metrics,test,bench
+# One release for machines with and without a GPU: pip takes its CPU build where the index in use has one, and an open
+# range could bring gigabytes of a newer CUDA build.
+TORCH ?= torch==2.13.0
+# 1: take torch and triton (and whatever else is there) from PYTHON's own packages.
+KVD_USE_SYSTEM_TORCH ?=
+# A folder of wheels to install from where no package index is reached.
+WHEELS ?=
+# Processes of the test run.
+JOBS ?= 2
+
+TEXT ?=
+DEVICE ?= cpu
+JSON ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+
+# Without byte-compiling what most runs never import, set-up takes half the time.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+ifneq ($(WHEELS),)
+PIP += --no-index --find-links $(WHEELS)
+endif
+ifneq ($(filter-out 0,$(KVD_USE_SYSTEM_TORCH)),)
+SYSTEM_PACKAGES := --system-site-packages
+endif
+
+export OMP_NUM_THREADS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make .venv with everything in it; does nothing when it is up to date
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvd needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(SYSTEM_PACKAGES) $(VENV)
+
+$(STAMP): pyproject.toml | $(BIN)/python
+ifeq ($(SYSTEM_PACKAGES),)
+	$(PIP) "$(TORCH)"
+endif
+	$(PIP) --editable ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(STAMP) ## Decode a text file's history in both modes (TEXT=path DEVICE=cpu|cuda JSON=1)
+	@$(BIN)/python -m compute.demo --device $(DEVICE) $(if $(TEXT),--text "$(TEXT)") $(if $(filter-out 0,$(JSON)),--json)
+
+test: lint ## Check style, types and imports, then run all tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+lint: $(STAMP) ## Check style, types and imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## Put the code into its format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## Run a bench (ARGS="kernels --json")
+	$(BIN)/kvd-bench $(if $(ARGS),$(ARGS),--help)
+
+clean: ## Remove .venv, caches and builds
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
