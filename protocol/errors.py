@@ -66,7 +66,9 @@ class UnsupportedVersion(KvdError):
     code = "unsupported_version"
 
     def __init__(self, asked: str, supported: str) -> None:
-        super().__init__(f"protocol {asked} is not spoken here; supported: {supported}", asked=asked, supported=supported)
+        super().__init__(
+            f"protocol {asked} is not spoken here; supported: {supported}", asked=asked, supported=supported
+        )
 
 
 class Replayed(KvdError):

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 DevicePurpose = Literal["arena", "hot_cache", "ring", "index_keys", "tables", "resident_pages", "temporary"]
-"""What a piece of VRAM is for. ``temporary`` comes from a pool that reuses blocks; all else from one that never does."""
+"""What a piece of VRAM is for. ``temporary`` comes from a pool that reuses blocks, all else from one that does not."""
 
 
 class LeaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

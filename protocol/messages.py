@@ -16,8 +16,6 @@ PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
 
 
-
-
 class _Tagged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     pass
 

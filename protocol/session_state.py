@@ -3,7 +3,7 @@
 Two segments per session. The *daemon block* is written by the daemon alone and mapped read-only by workers: who the
 session is, and its page table. The *worker block* is written by the worker that holds the session: the log of
 acknowledged tokens, the sampler's state, counters, and two commit records that are used in turn, the valid one being
-named by one aligned word that is written last.
+named by one aligned word that is written last. SPEC.md has every offset.
 
 The daemon reads a worker block with ``pread`` only: a worker can cut the segment at any time, and a mapping of it would
 then be SIGBUS. All numbers are little-endian; offsets are in bytes.
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import struct
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import xxhash
 
@@ -27,10 +28,13 @@ _ALIGNMENT = 4096
 # Daemon block: header, then the page table
 DAEMON_MAGIC = b"KVDSESSN"
 PAGE_TABLE_OFFSET = 4096
-_DAEMON_HEADER = struct.Struct("<8sIIQQQQIIQQQQQQQQ16s32s128s")
+_DAEMON_HEADER = struct.Struct("<8sIIQQQQIIQQQQQQQ16s32s128s")
 _CHECKSUM_AT = slice(16, 24)
+ENCODING_BYTES = 16
+FINGERPRINT_BYTES = 32
+NAME_BYTES = 128
 
-# Worker block: header, words on cache lines of their own, two commit records, the token log
+# Worker block: header, words on cache lines of their own, two sampler records, two commit records, the token log
 WORKER_MAGIC = b"KVDWORKR"
 _WORKER_HEADER = struct.Struct("<8sIIQQQQQ")
 _TOKEN_COUNT = 512
@@ -38,9 +42,11 @@ _COMMIT_SEQUENCE = 576
 _LOGICAL_ROWS = 640
 _COUNTERS = 704
 _SAMPLER = 1024
-SAMPLER_BYTES = 1020
+SAMPLER_BYTES = 1024
 _RECORDS = 4096
 _RECORD_HEADER = struct.Struct("<QQQQQ")
+_SAMPLER_STRIDE = round_up(_RECORD_HEADER.size + SAMPLER_BYTES, 64)
+_READ_ATTEMPTS = 16
 
 COUNTER_NAMES = ("selections", "hits", "misses", "ring_hits", "copybacks", "duplicate_misses")
 """The counters that a worker publishes, in the order of their words."""
@@ -48,7 +54,10 @@ COUNTER_NAMES = ("selections", "hits", "misses", "ring_hits", "copybacks", "dupl
 
 @dataclass(frozen=True)
 class SessionHeader:
-    """The daemon block's header. ``holder_start`` is the holder's start time in clock ticks since boot (pids recur)."""
+    """The daemon block's header, its fields in the order of their bytes.
+
+    ``holder_start`` is the holder's start time in clock ticks since boot (pids recur).
+    """
 
     epoch: int
     session: int
@@ -88,94 +97,53 @@ def unpack_frame(entry: int) -> tuple[int, int]:
 
 
 def pack_daemon_block(header: SessionHeader, frames: Sequence[int]) -> bytes:
-    """Header and page table, checksum included; ``frames`` are `pack_frame` entries, one per page."""
+    """Header and page table, checksum included; ``frames`` are `pack_frame` entries, one per page.
+
+    Raises `InvalidValue` for a text or a page count that has no room.
+    """
     if len(frames) != header.page_count:
         raise InvalidValue("page table entries", len(frames), f"{header.page_count}, the page count")
+    if header.page_count > header.page_capacity:
+        raise InvalidValue("pages of the session", header.page_count, f"at most {header.page_capacity}")
+    if len(header.fingerprint) != FINGERPRINT_BYTES:
+        raise InvalidValue("fingerprint's length", len(header.fingerprint), f"{FINGERPRINT_BYTES} bytes")
+    encoding = _text("encoding", header.encoding, ENCODING_BYTES)
+    name = _text("session name", header.name, NAME_BYTES)
     fixed = bytearray(PAGE_TABLE_OFFSET)
-    _DAEMON_HEADER.pack_into(
-        fixed,
-        0,
-        DAEMON_MAGIC,
-        STATE_VERSION,
-        PAGE_TABLE_OFFSET,
-        0,
-        header.epoch,
-        header.session,
-        header.generation,
-        header.uid,
-        header.holder_pid,
-        header.holder_start,
-        header.page_bytes,
-        header.page_stride,
-        header.extent_bytes,
-        header.token_capacity,
-        header.page_capacity,
-        header.page_count,
-        header.commit_bytes,
-        header.encoding.encode(),
-        header.fingerprint,
-        header.name.encode(),
-    )
+    numbers = astuple(header)[:-3]
+    texts = (encoding, header.fingerprint, name)
+    _DAEMON_HEADER.pack_into(fixed, 0, DAEMON_MAGIC, STATE_VERSION, PAGE_TABLE_OFFSET, 0, *numbers, *texts)
     table = struct.pack(f"<{len(frames)}Q", *frames)
     fixed[_CHECKSUM_AT] = _checksum(fixed, table)
     return bytes(fixed) + table
 
 
 def unpack_daemon_block(data: bytes | memoryview) -> tuple[SessionHeader, tuple[int, ...]]:
-    """Header and page table entries; raises `SessionDamaged` unless magic, version, sizes and checksum agree."""
+    """Header and page table entries; raises `SessionDamaged` unless magic, version, sizes and checksum agree.
+
+    ``data`` may be longer than the block, and is copied before it is checked.
+    """
     if len(data) < PAGE_TABLE_OFFSET:
         raise SessionDamaged(f"daemon block of {len(data)} bytes; at least {PAGE_TABLE_OFFSET} needed", size=len(data))
-    values = _DAEMON_HEADER.unpack_from(data)
-    (
-        magic,
-        version,
-        _,
-        _,
-        epoch,
-        session,
-        generation,
-        uid,
-        holder_pid,
-        holder_start,
-        page_bytes,
-        page_stride,
-        extent_bytes,
-        token_capacity,
-        page_capacity,
-        page_count,
-        commit_bytes,
-        encoding,
-        fingerprint,
-        name,
-    ) = values
+    fixed = bytearray(data[:PAGE_TABLE_OFFSET])
+    magic, version, _, _, *numbers, encoding, fingerprint, name = _DAEMON_HEADER.unpack_from(fixed)
     if magic != DAEMON_MAGIC or version != STATE_VERSION:
         raise SessionDamaged(f"daemon block has magic {magic!r}, version {version}", version=version)
-    end = PAGE_TABLE_OFFSET + 8 * page_count
-    if page_count > page_capacity or end > len(data):
-        raise SessionDamaged(f"daemon block claims {page_count} pages of {page_capacity}", pages=page_count)
-    fixed, table = bytearray(data[:PAGE_TABLE_OFFSET]), bytes(data[PAGE_TABLE_OFFSET:end])
+    try:
+        texts = [encoding.rstrip(b"\0").decode(), fingerprint, name.rstrip(b"\0").decode()]
+    except UnicodeDecodeError:
+        raise SessionDamaged("daemon block's encoding or name is not UTF-8") from None
+    header = SessionHeader(*numbers, *texts)
+    pages = header.page_count
+    end = PAGE_TABLE_OFFSET + 8 * pages
+    if pages > header.page_capacity or end > len(data):
+        raise SessionDamaged(f"daemon block claims {pages} pages of {header.page_capacity}", pages=pages)
+    table = bytes(data[PAGE_TABLE_OFFSET:end])
     stored = bytes(fixed[_CHECKSUM_AT])
     fixed[_CHECKSUM_AT] = bytes(8)
     if stored != _checksum(fixed, table):
         raise SessionDamaged("daemon block's checksum does not match its bytes")
-    header = SessionHeader(
-        epoch=epoch,
-        session=session,
-        generation=generation,
-        uid=uid,
-        holder_pid=holder_pid,
-        holder_start=holder_start,
-        page_bytes=page_bytes,
-        page_stride=page_stride,
-        extent_bytes=extent_bytes,
-        token_capacity=token_capacity,
-        page_count=page_count,
-        commit_bytes=commit_bytes,
-        encoding=encoding.rstrip(b"\0").decode(),
-        fingerprint=fingerprint,
-        name=name.rstrip(b"\0").decode(),
-    )
-    return header, struct.unpack(f"<{page_count}Q", table)
+    return header, struct.unpack(f"<{pages}Q", table)
 
 
 @dataclass(frozen=True)
@@ -245,17 +213,21 @@ class WorkerBlock:
         count = self.token_count
         return self._log[start : count if end is None else min(end, count)].tolist()
 
-    def append_tokens(self, ids: Sequence[int]) -> None:
-        """Log ``ids``, then publish the new count. Raises `InvalidValue` past the session's token capacity."""
+    def append_tokens(self, ids: Sequence[int], sampler_state: bytes = b"") -> None:
+        """Log ``ids`` and the sampler's state after them, then publish the new count, which covers both.
+
+        Raises `InvalidValue` past the session's token capacity, or for a state above `SAMPLER_BYTES`.
+        """
         count = self.token_count
-        if count + len(ids) > self.layout.token_capacity:
-            raise InvalidValue("tokens of the session", count + len(ids), f"at most {self.layout.token_capacity}")
-        for offset, token in enumerate(ids):
-            self._log[count + offset] = token
-        self._words[_TOKEN_COUNT // 8] = count + len(ids)
+        end = count + len(ids)
+        if end > self.layout.token_capacity:
+            raise InvalidValue("tokens of the session", end, f"at most {self.layout.token_capacity}")
+        self._log[count:end] = memoryview(array("i", ids))
+        self._write_sampler(end, sampler_state)
+        self._words[_TOKEN_COUNT // 8] = end
 
     def truncate_tokens(self, count: int) -> None:
-        """Forget tokens from ``count`` on."""
+        """Forget tokens from ``count`` on, and the sampler's state with them."""
         if not 0 <= count <= self.token_count:
             raise InvalidValue("token count", count, f"0 to {self.token_count}")
         self._words[_TOKEN_COUNT // 8] = count
@@ -274,12 +246,14 @@ class WorkerBlock:
         """The commit record in force; raises `SessionDamaged` if it does not match its checksum."""
         sequence = self._words[_COMMIT_SEQUENCE // 8]
         at = self._record_at(sequence)
-        return _read_record(sequence, bytes(self._bytes[at : at + self.layout.record_stride]), self.layout)
+        return _read_commit(sequence, bytes(self._bytes[at : at + self.layout.record_stride]), self.layout)
 
     def publish_commit(self, generation: int, rows: int, payload: bytes = b"") -> None:
         """Write the record that is not in force, then switch to it. Call only when the rows are in host RAM."""
         if len(payload) > self.layout.commit_bytes:
             raise InvalidValue("commit payload", len(payload), f"at most {self.layout.commit_bytes} bytes")
+        if not 0 <= rows <= self.layout.token_capacity:
+            raise InvalidValue("committed rows", rows, f"0 to {self.layout.token_capacity}")
         sequence = self._words[_COMMIT_SEQUENCE // 8] + 1
         at = self._record_at(sequence)
         record = _pack_record(Commit(sequence, generation, rows, payload))
@@ -293,16 +267,10 @@ class WorkerBlock:
 
     @property
     def sampler_state(self) -> bytes:
-        """Opaque bytes of the worker's sampler."""
-        (size,) = struct.unpack_from("<I", self._bytes, _SAMPLER)
-        return bytes(self._bytes[_SAMPLER + 4 : _SAMPLER + 4 + min(size, SAMPLER_BYTES)])
-
-    @sampler_state.setter
-    def sampler_state(self, state: bytes) -> None:
-        if len(state) > SAMPLER_BYTES:
-            raise InvalidValue("sampler state", len(state), f"at most {SAMPLER_BYTES} bytes")
-        self._bytes[_SAMPLER + 4 : _SAMPLER + 4 + len(state)] = state
-        struct.pack_into("<I", self._bytes, _SAMPLER, len(state))
+        """Opaque bytes of the worker's sampler after the last acknowledged token; empty if it is not known."""
+        count = self.token_count
+        matching = [record for record in self._sampler_records() if record.rows == count]
+        return max(matching, key=lambda record: record.sequence, default=NO_COMMIT).payload
 
     def release(self) -> None:
         """Let go of the mapping, so that it can be closed."""
@@ -312,6 +280,22 @@ class WorkerBlock:
 
     def _record_at(self, sequence: int) -> int:
         return _RECORDS + (sequence & 1) * self.layout.record_stride
+
+    def _sampler_records(self) -> list[Commit]:
+        """Both sampler records, `NO_COMMIT` for one that is not intact. ``rows`` is the token count it belongs to."""
+        slots = (self._bytes[at : at + _SAMPLER_STRIDE] for at in (_SAMPLER, _SAMPLER + _SAMPLER_STRIDE))
+        return [_unpack_record(bytes(slot), SAMPLER_BYTES) or NO_COMMIT for slot in slots]
+
+    def _write_sampler(self, tokens: int, state: bytes) -> None:
+        """Overwrite the sampler record that does not belong to the published token count, else the older one."""
+        if len(state) > SAMPLER_BYTES:
+            raise InvalidValue("sampler state", len(state), f"at most {SAMPLER_BYTES} bytes")
+        count = self.token_count
+        first, second = self._sampler_records()
+        slot = int((first.rows == count, first.sequence) > (second.rows == count, second.sequence))
+        record = _pack_record(Commit(max(first.sequence, second.sequence) + 1, 0, tokens, state))
+        at = _SAMPLER + slot * _SAMPLER_STRIDE
+        self._bytes[at : at + len(record)] = record
 
 
 @dataclass(frozen=True)
@@ -325,20 +309,31 @@ class WorkerState:
 
 
 def read_worker_state(fd: int, layout: WorkerBlockLayout, session: int) -> WorkerState:
-    """Read a worker block with ``pread``; raises `SessionDamaged` if it is cut short or does not make sense."""
+    """Read a worker block with ``pread``; raises `SessionDamaged` if it is cut short or does not make sense.
+
+    Safe beside a live worker: a record that it is replacing is read again.
+    """
     fixed = os.pread(fd, _RECORDS, 0)
     header = layout.pack_header(session)
     if len(fixed) < _RECORDS or fixed[: len(header)] != header or os.fstat(fd).st_size < layout.block_bytes:
         raise SessionDamaged(f"worker block of session {session} is cut short or overwritten", session=session)
     word = struct.Struct("<Q").unpack_from
-    (tokens,), (sequence,), (rows,) = word(fixed, _TOKEN_COUNT), word(fixed, _COMMIT_SEQUENCE), word(fixed, _LOGICAL_ROWS)
+    tokens, sequence, rows = (word(fixed, at)[0] for at in (_TOKEN_COUNT, _COMMIT_SEQUENCE, _LOGICAL_ROWS))
     if tokens > layout.token_capacity or rows > layout.token_capacity:
         raise SessionDamaged(
             f"session {session} claims {tokens} tokens and {rows} rows of {layout.token_capacity}", session=session
         )
-    record = os.pread(fd, layout.record_stride, _RECORDS + (sequence & 1) * layout.record_stride)
     counters = {name: word(fixed, _COUNTERS + 8 * index)[0] for index, name in enumerate(COUNTER_NAMES)}
-    return WorkerState(tokens, rows, _read_record(sequence, record, layout), counters)
+    for attempt in range(_READ_ATTEMPTS):
+        record = os.pread(fd, layout.record_stride, _RECORDS + (sequence & 1) * layout.record_stride)
+        try:
+            return WorkerState(tokens, rows, _read_commit(sequence, record, layout), counters)
+        except SessionDamaged:
+            latest = os.pread(fd, 8, _COMMIT_SEQUENCE)
+            if attempt == _READ_ATTEMPTS - 1 or len(latest) < 8 or word(latest)[0] == sequence:
+                raise
+            sequence = word(latest)[0]
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _pack_record(commit: Commit) -> bytes:
@@ -347,17 +342,31 @@ def _pack_record(commit: Commit) -> bytes:
     return _RECORD_HEADER.pack(*fields, digest) + commit.payload
 
 
-def _read_record(sequence: int, data: bytes, layout: WorkerBlockLayout) -> Commit:
+def _unpack_record(data: bytes, payload_limit: int) -> Commit | None:
+    """The record at the start of ``data``, or None if its size or its checksum is wrong."""
+    if len(data) < _RECORD_HEADER.size:
+        return None
+    sequence, generation, rows, size, _ = _RECORD_HEADER.unpack_from(data)
+    if size > payload_limit:
+        return None
+    record = Commit(sequence, generation, rows, data[_RECORD_HEADER.size : _RECORD_HEADER.size + size])
+    return record if data.startswith(_pack_record(record)) else None
+
+
+def _read_commit(sequence: int, data: bytes, layout: WorkerBlockLayout) -> Commit:
     if sequence == 0:
         return NO_COMMIT
-    if len(data) == layout.record_stride:
-        stored, generation, rows, size, _ = _RECORD_HEADER.unpack_from(data)
-        if stored == sequence and size <= layout.commit_bytes and rows <= layout.token_capacity:
-            payload = data[_RECORD_HEADER.size : _RECORD_HEADER.size + size]
-            commit = Commit(sequence, generation, rows, payload)
-            if data.startswith(_pack_record(commit)):
-                return commit
-    raise SessionDamaged(f"commit record {sequence} does not match its checksum", sequence=sequence)
+    commit = _unpack_record(data, layout.commit_bytes)
+    if commit is None or commit.sequence != sequence or commit.rows > layout.token_capacity:
+        raise SessionDamaged(f"commit record {sequence} does not match its checksum", sequence=sequence)
+    return commit
+
+
+def _text(what: str, value: str, limit: int) -> bytes:
+    data = value.encode()
+    if not data or len(data) > limit or b"\0" in data:
+        raise InvalidValue(what, value, f"1 to {limit} bytes of UTF-8 without NUL")
+    return data
 
 
 def _checksum(*parts: bytes | bytearray) -> bytes:
