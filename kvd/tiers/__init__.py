@@ -1,0 +1,1 @@
+"""The tiers of memory: host RAM, VRAM, and the drivers that VRAM comes from."""
