@@ -1,0 +1,218 @@
+"""The client of the node's daemon: one lease, and the verbs that it may speak.
+
+The lease is the connection to the handle socket; it ends when the connection closes or the process dies. What the
+verbs mean is in ``protocol/SPEC.md``; how memory behind a handle is mapped is in ``compute.attach``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import zmq
+
+from protocol import codec, messages
+from protocol.errors import BadMessage, DaemonUnavailable, InvalidValue, error_from
+from protocol.handles import DeviceMemory, DevicePurpose, LeaseRef, SharedMemory
+from protocol.stats import NodeStats
+
+CONTROL_SOCKET = "kvd.sock"
+HANDLE_SOCKET = "handles.sock"
+
+_ReplyT = TypeVar("_ReplyT", bound=messages.Reply)
+
+
+class Client:
+    """A lease on the node's daemon. Not for use from several threads at once.
+
+    Raises `DaemonUnavailable` where nothing answers at ``run_dir`` within ``timeout_s``. Every verb raises the typed
+    error that the daemon replied with; after `DaemonUnavailable` the client is of no further use.
+    """
+
+    def __init__(self, run_dir: Path | str, *, name: str = "worker", timeout_s: float = 30.0) -> None:
+        self.run_dir = Path(run_dir)
+        self._timeout_s = timeout_s
+        self._seq = 0
+        self._handles = self._connect_handles(self.run_dir / HANDLE_SOCKET)
+        _lease_connections.add(self._handles)
+        try:
+            self.lease: LeaseRef = self._open_lease(name)
+            self._context = zmq.Context(io_threads=1)
+            self._control = self._context.socket(zmq.DEALER)
+        except BaseException:
+            self._handles.close()
+            raise
+        self._control.setsockopt(zmq.LINGER, 0)
+        self._control.connect(f"ipc://{self.run_dir / CONTROL_SOCKET}")
+        try:
+            self.welcome = self._ask(
+                lambda seq: messages.Hello(seq, messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR, name),
+                messages.Welcome,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the lease. Unmap device memory before: the daemon keeps it in quarantine while this process lives."""
+        self._control.close()
+        self._context.term()
+        self._handles.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # Verbs
+
+    def stat(self) -> NodeStats:
+        """Every tier, lease and session at this moment."""
+        return self._ask(lambda seq: messages.Stat(seq), messages.Stats).stats
+
+    def create_session(
+        self,
+        name: str,
+        *,
+        fingerprint: bytes,
+        encoding: str,
+        page_bytes: int,
+        token_capacity: int,
+        commit_bytes: int = 0,
+    ) -> messages.SessionOpened:
+        """Make a session without pages, held by this lease."""
+        return self._ask(
+            lambda seq: messages.CreateSession(
+                seq, self.lease, name, fingerprint, encoding, page_bytes, token_capacity, commit_bytes
+            ),
+            messages.SessionOpened,
+        )
+
+    def open_session(self, name: str, *, fingerprint: bytes, encoding: str) -> messages.SessionOpened:
+        """Take over a stored session of this uid."""
+        return self._ask(
+            lambda seq: messages.OpenSession(seq, self.lease, name, fingerprint, encoding), messages.SessionOpened
+        )
+
+    def extend_session(self, session: int, generation: int, pages: int) -> messages.PagesChanged:
+        """Add pages at the session's end."""
+        return self._ask(
+            lambda seq: messages.ExtendSession(seq, self.lease, session, generation, pages), messages.PagesChanged
+        )
+
+    def truncate_session(self, session: int, generation: int, pages: int) -> messages.PagesChanged:
+        """Keep the first ``pages`` pages. No copy to a page that goes may be in flight."""
+        return self._ask(
+            lambda seq: messages.TruncateSession(seq, self.lease, session, generation, pages), messages.PagesChanged
+        )
+
+    def detach_session(self, session: int, generation: int) -> None:
+        """Let go of the session; it stays stored."""
+        self._ask(lambda seq: messages.DetachSession(seq, self.lease, session, generation), messages.Done)
+
+    def close_session(self, session: int, generation: int) -> None:
+        """End the session. No copy to one of its pages may be in flight."""
+        self._ask(lambda seq: messages.CloseSession(seq, self.lease, session, generation), messages.Done)
+
+    def allocate_device(self, device: str, nbytes: int, purpose: DevicePurpose, session: int = 0) -> DeviceMemory:
+        """Take VRAM of ``device`` (a UUID of `Welcome.devices`)."""
+        return self._ask(
+            lambda seq: messages.AllocateDevice(seq, self.lease, device, nbytes, purpose, session),
+            messages.DeviceAllocated,
+        ).memory
+
+    def free_device(self, handle: int) -> None:
+        """Give VRAM back, after unmapping it."""
+        self._ask(lambda seq: messages.FreeDevice(seq, self.lease, handle), messages.Done)
+
+    def claim(self, memory: SharedMemory | DeviceMemory) -> int:
+        """Present the grant of ``memory``; returns a file descriptor that the caller owns."""
+        self._send_packet(messages.Claim(memory.grant))
+        reply, fds = self._receive_packet()
+        if not isinstance(reply, messages.Claimed) or reply.handle != memory.handle or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            raise BadMessage(f"the daemon answered a claim of handle {memory.handle} with {reply}")
+        return fds[0]
+
+    # Transport
+
+    def _ask(self, build: Callable[[int], messages.Request], expected: type[_ReplyT]) -> _ReplyT:
+        self._seq += 1
+        request = build(self._seq)
+        self._control.send(codec.encode(request))
+        while True:
+            if not self._control.poll(int(self._timeout_s * 1000)):
+                raise DaemonUnavailable(
+                    f"no answer from {self.run_dir / CONTROL_SOCKET} within {self._timeout_s:g} s",
+                    socket=str(self.run_dir / CONTROL_SOCKET),
+                )
+            reply = codec.decode_reply(self._control.recv())
+            if isinstance(reply, messages.ErrorReply) and reply.seq in (0, self._seq):
+                raise error_from(reply.code, reply.message, reply.facts)
+            if reply.seq == self._seq:
+                break
+        if not isinstance(reply, expected):
+            raise BadMessage(f"the daemon answered {type(request).__name__} with {type(reply).__name__}")
+        return reply
+
+    def _connect_handles(self, path: Path) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(self._timeout_s)
+        try:
+            connection.connect(str(path))
+        except OSError as error:
+            connection.close()
+            if len(os.fsencode(path)) > 107:
+                raise InvalidValue("socket path", str(path), "at most 107 bytes") from None
+            raise DaemonUnavailable(f"no daemon at {path}: {error.strerror or error}", socket=str(path)) from None
+        return connection
+
+    def _open_lease(self, name: str) -> LeaseRef:
+        self._send_packet(messages.LeaseOpen(messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR, name))
+        reply, _ = self._receive_packet()
+        if not isinstance(reply, messages.LeaseOpened):
+            raise BadMessage(f"the daemon answered the opening of a lease with {reply}")
+        return reply.lease
+
+    def _send_packet(self, packet: messages.HandleRequest) -> None:
+        try:
+            self._handles.send(codec.encode_handle(packet))
+        except OSError as error:
+            raise self._lease_lost(error) from None
+
+    def _receive_packet(self) -> tuple[messages.HandleReply, list[int]]:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._handles, codec.HANDLE_LIMIT, 1)
+        except OSError as error:
+            raise self._lease_lost(error) from None
+        if not data:
+            raise self._lease_lost(None)
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        reply = codec.decode_handle_reply(data)
+        if isinstance(reply, messages.ErrorReply):
+            raise error_from(reply.code, reply.message, reply.facts)
+        return reply, fds
+
+    def _lease_lost(self, error: OSError | None) -> DaemonUnavailable:
+        path = self.run_dir / HANDLE_SOCKET
+        return DaemonUnavailable(f"the lease's connection to {path} ended: {error or 'closed'}", socket=str(path))
+
+
+_lease_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_leases() -> None:
+    for connection in list(_lease_connections):
+        connection.close()
+
+
+# A forked child must not keep the lease of its parent.
+os.register_at_fork(after_in_child=_close_leases)

@@ -1,0 +1,73 @@
+"""The CPU as a compute device: VRAM is stood in for by memfd, copies run in a thread of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from compute.device import Copy, Mapping
+from protocol.errors import OsFailure
+
+
+class SharedMapping:
+    """A writable shared mapping of a file descriptor, which is closed. A forked child does not inherit the pages."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        try:
+            self._map = mmap.mmap(fd, nbytes)
+        except (OSError, ValueError) as error:
+            raise OsFailure(f"cannot map {nbytes} bytes of shared memory: {error}", nbytes=nbytes) from None
+        finally:
+            os.close(fd)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+    def close(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._map.close()
+
+
+class ThreadCopy:
+    """A copy that a thread makes."""
+
+    def __init__(self, future: Future[object]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class CpuDevice:
+    """The reference device. Work is done when a call returns, but for copies, which really run beside it."""
+
+    torch_device = torch.device("cpu")
+    uuid = "cpu"
+
+    def __init__(self) -> None:
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvd-copyback")
+
+    def map_shared(self, fd: int, nbytes: int) -> Mapping:
+        return SharedMapping(fd, nbytes)
+
+    def map_device(self, fd: int, nbytes: int) -> Mapping:
+        return SharedMapping(fd, nbytes)
+
+    def start_copy(self, destination: torch.Tensor, source: torch.Tensor) -> Copy:
+        def copy() -> None:
+            ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
+
+        return ThreadCopy(self._copier.submit(copy))
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._copier.shutdown(wait=True)

@@ -1,0 +1,181 @@
+"""A CUDA GPU as a compute device: registered host RAM, and VRAM imported from the daemon's descriptors."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import torch
+
+from compute.device import Copy, Mapping
+from protocol.errors import NoDevice, OsFailure
+
+REGISTER_CHUNK = 64 << 30
+"""Most bytes registered in one call, in bytes: recent drivers fail on registrations of half a TiB."""
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; not in the mmap module
+
+
+class _Foreign:
+    """Memory of another allocator, as ``torch.as_tensor`` takes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class CudaDevice:
+    """One GPU of this process. Raises `NoDevice` where it, its driver or ``cuda-bindings`` is missing."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise NoDevice("no usable CUDA GPU: torch.cuda.is_available() is false", device="cuda")
+        if ordinal >= torch.cuda.device_count():
+            raise NoDevice(f"no CUDA GPU {ordinal}; there are {torch.cuda.device_count()}", device=f"cuda:{ordinal}")
+        try:
+            from cuda.bindings import driver
+        except ImportError:
+            raise NoDevice("the package cuda-bindings is missing: install kvd-tier[cuda]", device="cuda") from None
+        torch.cuda.set_device(ordinal)
+        torch.cuda.init()
+        # Row invariance: tf32 would make a row's bits depend on the kernel that the library picks.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.empty(1, device="cuda")  # makes the context that the driver's calls below need
+        self.torch_device = torch.device("cuda", ordinal)
+        self.uuid = f"GPU-{torch.cuda.get_device_properties(ordinal).uuid}"
+        self._driver = driver
+        self._ordinal = ordinal
+        self._copies = torch.cuda.Stream(self.torch_device)
+
+    def map_shared(self, fd: int, nbytes: int) -> Mapping:
+        return _RegisteredMapping(self, fd, nbytes)
+
+    def map_device(self, fd: int, nbytes: int) -> Mapping:
+        return _ImportedMapping(self, fd, nbytes)
+
+    def start_copy(self, destination: torch.Tensor, source: torch.Tensor) -> Copy:
+        before = torch.cuda.current_stream(self.torch_device).record_event()
+        self._copies.wait_event(before)
+        with torch.cuda.stream(self._copies):
+            # Both addresses are known to the driver (registered host RAM, VRAM): the copy engine does it in one DMA.
+            self.call(
+                "cuMemcpyAsync", destination.data_ptr(), source.data_ptr(), source.numel(), self._copies.cuda_stream
+            )
+            event = torch.cuda.Event()
+            event.record(self._copies)
+        return _EventCopy(event)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        self._copies.synchronize()
+
+    def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] over foreign memory that the GPU can reach."""
+        return torch.as_tensor(_Foreign(address, nbytes), device=self.torch_device)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """A driver call; raises `OsFailure` with the driver's own name of the error. Returns its one result, if any."""
+        status, *results = getattr(self._driver, name)(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise OsFailure(f"{name} failed: {status.name}", call=name, status=status.name)
+        return results[0] if results else None
+
+    def access(self) -> Any:
+        """Read-write access for this GPU, as ``cuMemSetAccess`` takes it."""
+        descriptor = self._driver.CUmemAccessDesc()
+        descriptor.location.type = self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        descriptor.location.id = self._ordinal
+        descriptor.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return descriptor
+
+    @property
+    def posix_descriptor(self) -> Any:
+        """The handle type that the daemon exports."""
+        return self._driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+class _EventCopy:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class _RegisteredMapping:
+    """Shared memory mapped here and registered with the GPU, in chunks; all of it or none."""
+
+    def __init__(self, device: CudaDevice, fd: int, nbytes: int) -> None:
+        self._device = device
+        try:
+            self._map = mmap.mmap(fd, nbytes)
+        except (OSError, ValueError) as error:
+            raise OsFailure(f"cannot map {nbytes} bytes of shared memory: {error}", nbytes=nbytes) from None
+        finally:
+            os.close(fd)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        # Filling the page tables first makes registration several times faster than letting it fault page by page.
+        self._map.madvise(_POPULATE_WRITE)
+        keep = (ctypes.c_char * nbytes).from_buffer(self._map)
+        self.address = ctypes.addressof(keep)
+        del keep
+        self._chunks: list[int] = []
+        try:
+            for start in range(0, nbytes, REGISTER_CHUNK):
+                size = min(REGISTER_CHUNK, nbytes - start)
+                flags = device._driver.CU_MEMHOSTREGISTER_PORTABLE | device._driver.CU_MEMHOSTREGISTER_DEVICEMAP
+                device.call("cuMemHostRegister", self.address + start, size, flags)
+                self._chunks.append(self.address + start)
+        except OsFailure:
+            self._release()
+            raise
+        self.tensor = device.tensor_at(self.address, nbytes)
+
+    def close(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._release()
+
+    def _release(self) -> None:
+        while self._chunks:
+            self._device.call("cuMemHostUnregister", self._chunks.pop())
+        self._map.close()
+
+
+class _ImportedMapping:
+    """VRAM that another process made, mapped whole: part of a handle cannot be mapped."""
+
+    def __init__(self, device: CudaDevice, fd: int, nbytes: int) -> None:
+        self._device, self._nbytes = device, nbytes
+        try:
+            handle = device.call("cuMemImportFromShareableHandle", fd, device.posix_descriptor)
+        finally:
+            os.close(fd)
+        self.address = 0
+        try:
+            self.address = int(device.call("cuMemAddressReserve", nbytes, 0, 0, 0))
+            device.call("cuMemMap", self.address, nbytes, 0, handle, 0)
+            device.call("cuMemSetAccess", self.address, nbytes, [device.access()], 1)
+        except OsFailure:
+            if self.address:
+                device.call("cuMemAddressFree", self.address, nbytes)
+            raise
+        finally:
+            # The mapping keeps the memory; the handle itself is of no more use.
+            device.call("cuMemRelease", handle)
+        self.tensor = device.tensor_at(self.address, nbytes)
+
+    def close(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._device.call("cuMemUnmap", self.address, self._nbytes)
+        self._device.call("cuMemAddressFree", self.address, self._nbytes)

@@ -1,0 +1,316 @@
+"""The history of one session, as the decoder sees it: rows are appended, selected from, and attended to.
+
+Resident and offloaded are one code path. They differ in where a page is at home, and in what turns a selection into
+addresses: the page table, or a round of the hot cache. Attention gets addresses in selection order either way, so the
+outputs are bit-equal.
+
+    resident    pages in VRAM, written in place
+    offloaded   pages in host RAM; new rows are written to a ring of pages in VRAM, copied back page by page
+
+Invariants of the ring: every position from ``ring_first`` on is read and written there; a page leaves the ring only
+when it is committed; the last page of the history is always in it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compute.arena import Arena, Piece
+from compute.attach import Attachment, DeviceBuffer
+from compute.copyback import Copyback
+from compute.homes import Home
+from compute.hot_cache import HotCaches
+from compute.index_keys import KeyBlocks
+from compute.kernels import reference
+from compute.kernels.state import LENGTH, NO_RING, RING_FIRST, PageMap
+from compute.session import HostSession
+from protocol.errors import InvalidValue
+from protocol.layout import PAGE_TOKENS, PageFormat, round_up
+
+EXTEND_PAGES = 16
+"""Pages asked of the daemon at a time, ahead of need."""
+
+
+class History:
+    """One session's history on one device. Made by `resident` or `offloaded`."""
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        page_format: PageFormat,
+        keys: KeyBlocks,
+        home: Home,
+        *,
+        max_tokens: int,
+        topk: int,
+        ring_pages: int,
+        caches: HotCaches | None,
+        session: HostSession | None,
+    ) -> None:
+        self.format = page_format
+        self.max_tokens = round_up(max_tokens, PAGE_TOKENS)
+        self.topk = topk
+        self.caches = caches
+        self.session = session
+        self.selections = 0
+        self._attachment = attachment
+        self._memory = attachment.memory
+        self._keys = keys
+        self._home = home
+        self._last_selection: dict[int, Tensor] = {}
+        self._length = 0
+        self._use_cache = False
+        self._corrupt = False
+        number = session.number if session else 0
+        pages = self.max_tokens // PAGE_TOKENS
+        self._tables = Arena(
+            attachment,
+            "tables",
+            [
+                Piece((pages,), torch.int64),
+                Piece((len(page_format.groups), pages), torch.int64),
+                Piece((2,), torch.int64),
+            ],
+            number,
+        )
+        self._ring: DeviceBuffer | None = None
+        self._ring_pages = ring_pages
+        self._ring_first_page = 0
+        if session:
+            try:
+                self._ring = attachment.allocate(ring_pages * page_format.stride, "ring", number)
+            except BaseException:
+                self._tables.free()
+                raise
+        page_address, key_block_address, window = self._tables.tensors
+        window[RING_FIRST] = 0 if self._ring else NO_RING
+        self.map = PageMap(
+            page_address,
+            key_block_address,
+            window,
+            self._ring.address if self._ring else 0,
+            ring_pages if self._ring else 1,
+            page_format,
+        )
+        self._key_blocks: list[list[int]] = []
+        self.copyback = Copyback(attachment.device, self._publish)
+
+    # What the decoder calls
+
+    @property
+    def length(self) -> int:
+        """Rows of the history, committed or not."""
+        return self._length
+
+    def begin(self, tokens: int, *, cached: bool) -> Tensor:
+        """Make room for ``tokens`` new rows; returns their positions, int64 [tokens].
+
+        ``cached`` says that selections are to be read through the hot cache (decoding) rather than in place
+        (prefilling, whose query rows would pin more slots than there are). Raises `InvalidValue` past the session's
+        limit, `OutOfCapacity` where a tier is full; then nothing has changed but that pages may have been added.
+        """
+        self._warm(cached)
+        first, end = self._length, self._length + tokens
+        if tokens < 1 or end > self.max_tokens:
+            raise InvalidValue("rows of the history", end, f"more than {first}, at most {self.max_tokens}")
+        if self._ring and (end - 1) // PAGE_TOKENS - first // PAGE_TOKENS >= self._ring_pages:
+            limit = (self._ring_pages - 1) * PAGE_TOKENS
+            raise InvalidValue("rows appended at once", tokens, f"at most {limit}: they must fit the ring")
+        self._add_pages(round_up(end, PAGE_TOKENS) // PAGE_TOKENS)
+        self._advance_ring((end - 1) // PAGE_TOKENS)
+        self._set_length(end)
+        self._use_cache = cached and self.caches is not None
+        positions = torch.arange(first, end, device=self._attachment.device.torch_device)
+        if self.caches:
+            for cache in self.caches.groups:
+                reference.forget(cache, positions)
+        return positions
+
+    def append(self, layer: int, positions: Tensor, latent: Tensor, rope: Tensor) -> None:
+        """Store the rows of ``layer``: latent [n, 512], rope [n, 64]."""
+        group = self.format.group_of_layer(layer)
+        in_group = layer - self.format.groups[group].first_layer
+        reference.append_rows(self._memory, self.map, group, in_group, positions, latent, rope)
+
+    def append_keys(self, group: int, positions: Tensor, keys: Tensor) -> None:
+        """Store index keys [n, 128] of ``group``."""
+        reference.append_keys(self._memory, self.map, group, positions, keys)
+
+    def select(self, group: int, query: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
+        """The selection of each query row: int32 [n, topk], ascending, -1 last."""
+        scores = reference.index_scores(self._memory, self.map, group, query, weights, positions)
+        selection = reference.select_topk(scores, positions + 1, self.topk)
+        if self.caches and not self._use_cache:
+            self._last_selection[group] = selection[-1:].clone()
+        return selection
+
+    def addresses(self, group: int, selection: Tensor) -> Tensor:
+        """Absolute addresses of the selected group rows: int64 [n, topk], 0 where nothing is selected."""
+        self.selections += selection.shape[0]
+        if not self._use_cache or self.caches is None:
+            return reference.row_addresses(self.map, group, selection)
+        return self._round(self.caches, group, selection)
+
+    def attend(self, layer: int, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float) -> Tensor:
+        """Attention output in the latent space: float32 [n, heads, 512]."""
+        in_group = layer - self.format.groups[self.format.group_of_layer(layer)].first_layer
+        rows = self.format.encoding.rows
+        return reference.attend(self._memory, addresses, in_group, rows, query_latent, query_rope, scale)
+
+    def finish(self, positions: Tensor, hidden: Tensor) -> None:
+        """End a step: the rows of all layers are stored. ``hidden`` [n, hidden size] is after the final norm.
+
+        Stores the hidden of every page's last token, starts the copyback of pages that are full, and publishes what
+        earlier copies have completed.
+        """
+        first, end = self._length - positions.shape[0], self._length
+        for page in range(first // PAGE_TOKENS, end // PAGE_TOKENS):
+            last = (page + 1) * PAGE_TOKENS - 1
+            start = self.format.hidden_offset
+            space = self._page_in_use(page)[start : start + 4 * self.format.hidden_size]
+            space.view(torch.float32).copy_(hidden[last - first])
+            if self._ring:
+                self.copyback.submit(page, self._home.page(page), self._page_in_use(page))
+        if self.session:
+            self.session.state.logical_rows = end
+        self.copyback.poll()
+
+    # What the worker calls
+
+    def barrier(self, hidden: Tensor | None = None) -> None:
+        """Return when every row is committed. ``hidden`` [hidden size] of the last row goes into the commit record."""
+        if self.session is None:
+            return
+        partial = self._length % PAGE_TOKENS
+        self.copyback.wait_through(self.copyback.submitted_pages)
+        if partial:
+            page = self._length // PAGE_TOKENS
+            self.copyback.copy_partial(self._home.page(page), self._page_in_use(page))
+        payload = b"" if hidden is None else hidden.float().cpu().numpy().tobytes()
+        self.session.publish_commit(self._length, payload)
+        assert self.session.committed_rows == self._length, "committed rows differ from logical rows after a barrier"
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all rows from ``tokens`` on. Their old values can never be read again."""
+        if not 0 <= tokens <= self._length:
+            raise InvalidValue("rows to keep", tokens, f"0 to {self._length}")
+        self.copyback.wait_through(self.copyback.submitted_pages)
+        self._attachment.device.synchronize()
+        self._home.truncate(tokens)
+        self._last_selection.clear()
+        self._place(tokens, ring_holds_from=self._ring_first_page)
+
+    def restore(self, tokens: int) -> None:
+        """Start at the first ``tokens`` rows of a session that was opened: index keys are copied back to VRAM."""
+        self._add_pages(self._home.page_count)
+        size = self.format.encoding.keys.block_bytes
+        for page in range(round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS):
+            for group, address in enumerate(self._key_blocks[page]):
+                start = self.format.keys_offset(group)
+                block = self._home.page(page)[start : start + size]
+                self._memory.write(torch.tensor([address], device=block.device), block[None])
+        self._place(tokens, ring_holds_from=self.max_tokens)
+
+    def counters(self) -> dict[str, int]:
+        """Selections, hits, misses, ring hits, copybacks. Reads device memory: not for the token path."""
+        counted = self.caches.counters() if self.caches else dict.fromkeys(("hits", "misses", "ring_hits"), 0)
+        return {"selections": self.selections, "copybacks": self.copyback.copies, **counted}
+
+    def close(self, *, keep: bool = False) -> None:
+        """Give all VRAM back, and the pages too unless ``keep`` leaves the session stored for another worker."""
+        self.copyback.wait_through(self.copyback.submitted_pages)
+        self._attachment.device.synchronize()
+        for page in self._key_blocks:
+            for address in page:
+                self._keys.drop(address)
+        self._key_blocks.clear()
+        if self.caches:
+            self.caches.free()
+        if self._ring:
+            self._ring.free()
+        self._tables.free()
+        if keep and self.session:
+            self.session.detach()
+        else:
+            self._home.close()
+
+    def corrupt_next_fetch(self) -> None:
+        """Make the next row that is fetched wrong in its slot, once: a negative control for comparisons of outputs."""
+        self._corrupt = True
+
+    # Rounds
+
+    def _round(self, caches: HotCaches, group: int, selection: Tensor) -> Tensor:
+        cache = caches.groups[group]
+        decided = reference.resolve(cache, self.map, group, selection)
+        reference.fetch(self._memory, cache, self.map, group, decided)
+        if self._corrupt and decided.miss_slot.numel():
+            cache.rows[decided.miss_slot[:1].long()] ^= 0x3F
+            self._corrupt = False
+        return decided.addresses
+
+    def _warm(self, cached: bool) -> None:
+        """Fetch what the last row of a prefill selected, so that decoding does not start with a cold cache."""
+        if cached and self.caches:
+            for group, selection in self._last_selection.items():
+                self._round(self.caches, group, selection)
+            self._last_selection.clear()
+
+    # Pages
+
+    def _add_pages(self, pages: int) -> None:
+        """Have homes and key blocks for the first ``pages`` pages."""
+        if self._home.page_count < pages:
+            ahead = min(self.max_tokens // PAGE_TOKENS, round_up(pages, EXTEND_PAGES))
+            self._home.extend(ahead - self._home.page_count)
+        for page in range(len(self._key_blocks), pages):
+            blocks = [self._keys.take() for _ in self.format.groups]
+            self._key_blocks.append(blocks)
+            self.map.key_block_address[:, page] = torch.tensor(blocks)
+            self.map.page_address[page] = self._home.page_address(page)
+
+    def _advance_ring(self, last_page: int) -> None:
+        """Let ``last_page`` into the ring; the pages that leave it are committed first."""
+        first = max(self._ring_first_page, last_page - self._ring_pages + 1)
+        if not self._ring or first == self._ring_first_page:
+            return
+        self.copyback.wait_through(first)
+        self._ring_first_page = first
+        self.map.window[RING_FIRST] = first * PAGE_TOKENS
+
+    def _place(self, tokens: int, *, ring_holds_from: int) -> None:
+        """Set the length to ``tokens`` rows that are stored, with the page that is written next in the ring.
+
+        The ring holds the pages from ``ring_holds_from`` on.
+        """
+        pages = round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS
+        for page in self._key_blocks[pages:]:
+            for address in page:
+                self._keys.drop(address)
+        del self._key_blocks[pages:]
+        self._set_length(tokens)
+        if not self._ring:
+            return
+        next_page = tokens // PAGE_TOKENS
+        if next_page < ring_holds_from:
+            self._ring_first_page = next_page
+            self.map.window[RING_FIRST] = next_page * PAGE_TOKENS
+            if tokens % PAGE_TOKENS:
+                self._attachment.device.start_copy(self._page_in_use(next_page), self._home.page(next_page)).wait()
+        self.copyback.restart(next_page)
+
+    def _page_in_use(self, page: int) -> Tensor:
+        """uint8 [stride] where ``page`` is written: in the ring, or at home."""
+        if not self._ring:
+            return self._home.page(page)
+        start = page % self._ring_pages * self.format.stride
+        return self._ring.tensor[start : start + self.format.stride]
+
+    def _set_length(self, tokens: int) -> None:
+        self._length = tokens
+        self.map.window[LENGTH] = tokens
+
+    def _publish(self, pages: int) -> None:
+        if self.session:
+            self.session.publish_commit(pages * PAGE_TOKENS)

@@ -1,0 +1,137 @@
+"""A session as its worker holds it: state blocks mapped, pages as addresses, commits published.
+
+What the rows mean, and which of them are still in the ring, is in ``compute.history``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from compute.attach import Attachment
+from protocol import session_state
+from protocol.handles import SharedMemory
+from protocol.layout import PAGE_TOKENS, PageFormat
+from protocol.messages import PagesChanged, SessionOpened
+from protocol.session_state import Commit, WorkerBlock, WorkerBlockLayout
+
+
+class HostSession:
+    """A session held by this process's lease. Made by `create` or `open`."""
+
+    def __init__(self, attachment: Attachment, opened: SessionOpened, page_format: PageFormat, name: str) -> None:
+        self.attachment = attachment
+        self.format = page_format
+        self.name = name
+        self.number = opened.session
+        self.generation = opened.generation
+        attachment.adopt(opened.extents)
+        self._daemon_map = _map_block(attachment, opened.daemon_block)
+        self._worker_map = _map_block(attachment, opened.worker_block)
+        header, self._frames = session_state.unpack_daemon_block(memoryview(self._daemon_map))
+        layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
+        self.token_capacity = header.token_capacity
+        self.state = WorkerBlock(memoryview(self._worker_map), layout, self.number)
+
+    @classmethod
+    def create(
+        cls,
+        attachment: Attachment,
+        name: str,
+        page_format: PageFormat,
+        *,
+        fingerprint: bytes,
+        token_capacity: int,
+        commit_bytes: int = 0,
+    ) -> HostSession:
+        """A new session without pages."""
+        opened = attachment.client.create_session(
+            name,
+            fingerprint=fingerprint,
+            encoding=page_format.encoding.name,
+            page_bytes=page_format.payload_bytes,
+            token_capacity=token_capacity,
+            commit_bytes=commit_bytes,
+        )
+        return cls(attachment, opened, page_format, name)
+
+    @classmethod
+    def open(cls, attachment: Attachment, name: str, page_format: PageFormat, *, fingerprint: bytes) -> HostSession:
+        """A stored session, at its committed rows."""
+        opened = attachment.client.open_session(name, fingerprint=fingerprint, encoding=page_format.encoding.name)
+        return cls(attachment, opened, page_format, name)
+
+    @property
+    def page_count(self) -> int:
+        return len(self._frames)
+
+    @property
+    def committed_rows(self) -> int:
+        """Rows that a published commit record covers."""
+        return self.state.commit.rows
+
+    def page_address(self, page: int) -> int:
+        """Absolute address of ``page`` in host RAM."""
+        extent, index = session_state.unpack_frame(self._frames[page])
+        return self.attachment.extent(extent).address + index * self.format.stride
+
+    def page(self, page: int) -> torch.Tensor:
+        """uint8 [stride] over ``page`` in host RAM."""
+        extent, index = session_state.unpack_frame(self._frames[page])
+        start = index * self.format.stride
+        return self.attachment.extent(extent).tensor[start : start + self.format.stride]
+
+    def extend(self, pages: int) -> None:
+        """Add pages at the end."""
+        self._changed(self.attachment.client.extend_session(self.number, self.generation, pages))
+
+    def truncate(self, tokens: int) -> None:
+        """Keep ``tokens`` tokens: the commit record and the token log move back, pages past the end go."""
+        commit = self.state.commit
+        if commit.rows > tokens:
+            self.state.publish_commit(self.generation, tokens)
+        self.state.logical_rows = min(self.state.logical_rows, tokens)
+        self.state.truncate_tokens(min(self.state.token_count, tokens))
+        pages = -(-tokens // PAGE_TOKENS)
+        self._changed(self.attachment.client.truncate_session(self.number, self.generation, pages))
+
+    def publish_commit(self, rows: int, payload: bytes = b"") -> None:
+        """Publish that rows below ``rows`` are in host RAM. Call only after their copies are done."""
+        self.state.publish_commit(self.generation, rows, payload)
+
+    @property
+    def commit(self) -> Commit:
+        return self.state.commit
+
+    def detach(self) -> None:
+        """Let go of the session; it stays stored. No copy to its pages may be in flight."""
+        self.unmap()
+        self.attachment.client.detach_session(self.number, self.generation)
+
+    def close(self) -> None:
+        """End the session and give its memory back. No copy to its pages may be in flight."""
+        self.unmap()
+        self.attachment.client.close_session(self.number, self.generation)
+
+    def unmap(self) -> None:
+        """Let go of the state blocks' mappings."""
+        self.state.release()
+        self._worker_map.close()
+        self._daemon_map.close()
+
+    def _changed(self, reply: PagesChanged) -> None:
+        self.attachment.adopt(reply.extents)
+        self.generation = reply.generation
+        _, self._frames = session_state.unpack_daemon_block(memoryview(self._daemon_map))
+
+
+def _map_block(attachment: Attachment, memory: SharedMemory) -> mmap.mmap:
+    fd = attachment.client.claim(memory)
+    try:
+        mapped = mmap.mmap(fd, memory.nbytes, access=mmap.ACCESS_READ if memory.read_only else mmap.ACCESS_WRITE)
+    finally:
+        os.close(fd)
+    mapped.madvise(mmap.MADV_DONTFORK)
+    return mapped
