@@ -173,7 +173,7 @@ class Ledger:
         """Forget a tier that nobody holds anything of; raises `LedgerMismatch` naming the holders otherwise."""
         books = self._tier(tier)
         if books.accounts:
-            raise LedgerMismatch(f"{tier} is removed but held by {', '.join(self._largest(books))}")
+            raise LedgerMismatch(f"{tier} is removed but held by {', '.join(self.largest_holders(tier))}")
         del self._tiers[tier]
 
     def add_auditor(self, tier: str, auditor: Callable[[], int]) -> None:
@@ -189,7 +189,9 @@ class Ledger:
         require_size("bound of committed bytes", committed_bound, least=requested)
         books = self._tier(account.tier)
         if committed_bound > books.free:
-            raise OutOfCapacity(account.tier, committed_bound, books.free, books.capacity, self._largest(books))
+            raise OutOfCapacity(
+                account.tier, committed_bound, books.free, books.capacity, self.largest_holders(account.tier)
+            )
         self._post(account, 0, 0, committed_bound)
         return Reservation(self, account, requested, committed_bound)
 
@@ -255,6 +257,13 @@ class Ledger:
             for account, count in books.accounts.items():
                 yield Entry(account, count.balance(), account.lease in self._quarantined)
 
+    def largest_holders(self, tier: str) -> list[str]:
+        """Who holds most of the tier, largest first, as an out-of-capacity error names them."""
+        held = [
+            (count.committed + count.reserved, str(account)) for account, count in self._tier(tier).accounts.items()
+        ]
+        return [f"{holder}: {nbytes} bytes" for nbytes, holder in nlargest(NAMED_HOLDERS, held)]
+
     def check(self) -> None:
         """Raise `LedgerMismatch` with the arithmetic of everything that does not add up, if anything does not."""
         problems = [problem for name, books in self._tiers.items() for problem in _problems(name, books)]
@@ -273,10 +282,6 @@ class Ledger:
             return self._tiers[tier]
         except KeyError:
             raise InvalidValue("tier", tier, f"one of {', '.join(self._tiers) or 'none'}") from None
-
-    def _largest(self, books: _Tier) -> list[str]:
-        held = [(count.committed + count.reserved, str(account)) for account, count in books.accounts.items()]
-        return [f"{holder}: {nbytes} bytes" for nbytes, holder in nlargest(NAMED_HOLDERS, held)]
 
     def _post(self, account: Account, requested: int, committed: int, reserved: int) -> None:
         """Add to the account, its purpose and its tier; or raise `LedgerMismatch` and change nothing."""

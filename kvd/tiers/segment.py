@@ -90,7 +90,7 @@ def create_segments(
     numa_node: int | None = None,
     progress: Progress | None = None,
 ) -> list[Segment]:
-    """Segments of ``nbytes`` each, every page of them allocated and zero, by ``threads`` threads.
+    """Segments of ``nbytes`` each (whole huge pages), every page of them allocated and zero, by ``threads`` threads.
 
     Raises `OutOfCapacity` where there is no room (never SIGBUS), `OsFailure` for anything else; then none is left.
     """
@@ -105,6 +105,9 @@ def create_segments(
                 batch.append(Segment(name, nbytes))
                 undo.callback(batch[-1].destroy)
             _populate(batch, threads, numa_node, _advance(progress, first * nbytes, total))
+            for segment in batch:
+                if segment.committed != nbytes:
+                    raise OsFailure(f"{segment.name}: the system gave {segment.committed} bytes for {nbytes}")
             segments += batch
         undo.pop_all()
     return segments

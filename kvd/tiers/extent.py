@@ -1,0 +1,105 @@
+"""One extent of host RAM: a segment cut into frames of one size, which belong to one uid while any is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvd.alloc.ledger import Account
+from kvd.tiers.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Who holds a frame, and how many of its bytes they asked for."""
+
+    account: Account
+    payload: int
+
+
+class Extent:
+    """The state of one extent. `kvd.tiers.host_ram.HostRam` decides what is done with it.
+
+    ``uid`` is whose bytes may be in the segment, None if it is as the kernel made it. ``stride`` is the size of its
+    frames, 0 while the extent is unassigned. ``grants`` are the leases whose processes may have the segment mapped.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.stride = 0
+        self.grants: set[int] = set()
+        self._holdings: list[Holding | None] = []
+        self._free: list[int] = []
+        self.replace(None)
+
+    def replace(self, segment: Segment | None) -> None:
+        """Stand on a new segment, or on none because it could not be made."""
+        self.segment = segment
+        self.uid: int | None = None
+        self.was_granted = False
+        self.is_damaged = False
+
+    def is_intact(self) -> bool:
+        """Whether all of the segment is there. Once it was not, it never is again: bytes are lost."""
+        self.is_damaged = self.is_damaged or self.segment is None or not self.segment.is_intact()
+        return not self.is_damaged
+
+    def is_usable(self, uid: int | None) -> bool:
+        """Whether ``uid`` may have the segment as it is: it is clean, or has old bytes of the same uid only."""
+        return self.uid in (None, uid) and self.is_intact()
+
+    def held_bytes(self) -> int:
+        """What the operating system has allocated for it.
+
+        As it was made, once it was granted: from then on a worker can change what is allocated, and `is_intact` tells.
+        """
+        if self.segment is None:
+            return 0
+        return self.segment.nbytes if self.was_granted else self.segment.committed
+
+    @property
+    def free_frames(self) -> int:
+        return len(self._free)
+
+    @property
+    def is_unused(self) -> bool:
+        return len(self._free) == len(self._holdings)
+
+    def assign(self, uid: int, stride: int, frames: int) -> None:
+        """Cut into ``frames`` frames for ``uid``."""
+        self.uid = uid
+        self.stride = stride
+        self._holdings = [None] * frames
+        self._free = list(range(frames - 1, -1, -1))
+
+    def unassign(self) -> None:
+        """No frame is in use any more."""
+        self.stride = 0
+        self._holdings = []
+        self._free = []
+
+    def take(self, count: int, holding: Holding) -> list[int]:
+        """Give ``count`` free frames, at most `free_frames`, to a holder; returns their indices."""
+        keep = len(self._free) - count
+        taken = self._free[keep:][::-1]
+        del self._free[keep:]
+        self.hold(taken, holding)
+        return taken
+
+    def hold(self, indices: Iterable[int], holding: Holding) -> None:
+        """Frames in use change hands."""
+        for index in indices:
+            self._holdings[index] = holding
+
+    def give_back(self, index: int) -> None:
+        """A frame in use is free again."""
+        self._holdings[index] = None
+        self._free.append(index)
+
+    def holding(self, index: int) -> Holding | None:
+        """Who holds the frame: None for one that is free or not there."""
+        return self._holdings[index] if 0 <= index < len(self._holdings) else None
+
+    def holdings(self) -> Iterator[Holding]:
+        """Of each frame in use."""
+        return (holding for holding in self._holdings if holding is not None)

@@ -1,0 +1,273 @@
+"""The host tier: shared memory in equal extents, handed out as page frames of any size class.
+
+All of the memory is taken when the daemon starts, so that a frame which is given is there. An extent belongs to one
+uid and one frame size while any of its frames is in use. It goes to another uid only as a new segment, zeroed by the
+kernel, and not before every process that may have mapped the old one is known dead. Nothing here reads or writes the
+memory: how pages are laid out and who may see which is decided elsewhere.
+
+A frame is named by one integer, ``extent << 32 | index``; it lies at ``index × stride`` in its extent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from kvd.alloc.ledger import Account, Ledger
+from kvd.alloc.sizes import LARGEST_SIZE, require_size
+from kvd.tiers.extent import Extent, Holding
+from kvd.tiers.segment import Progress, create_segments, require_name
+from protocol.errors import InvalidValue, OutOfCapacity, UnknownHandle
+from protocol.layout import PAGE_ALIGNMENT
+
+EXTENT_ALIGNMENT = 2 * 1024 * 1024
+"""Extents are multiples of a huge page, so that the kernel gives exactly their size."""
+
+MOST_EXTENTS = 65536
+"""Each extent costs the daemon, and every worker that maps it, a file descriptor."""
+
+UNASSIGNED = "unassigned"
+"""The purpose of bytes of the tier that are in no frame in use; nobody requested them."""
+
+
+def frame_extent(frame: int) -> int:
+    """The number of the extent that the frame is in."""
+    return frame >> 32
+
+
+def frame_index(frame: int) -> int:
+    """The frame's index in its extent."""
+    return frame & 0xFFFFFFFF
+
+
+class HostRam:
+    """``capacity_bytes`` of host RAM under the ledger's tier ``tier``, in extents of ``extent_bytes``.
+
+    Segments are named ``prefix-e<number>``. With ``numa_node`` all memory comes from that node. ``progress`` is called
+    while the memory is populated, in the calling thread. Raises `OutOfCapacity` naming the limit that is in the way,
+    `InvalidValue` or `OsFailure`; then no segment and no tier is left.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        capacity_bytes: int,
+        extent_bytes: int,
+        prefix: str,
+        numa_node: int | None = None,
+        progress: Progress | None = None,
+        tier: str = "host",
+    ) -> None:
+        self._extent_bytes = require_multiple("extent bytes", extent_bytes, EXTENT_ALIGNMENT)
+        count = require_multiple("capacity of host RAM", capacity_bytes, extent_bytes) // extent_bytes
+        require_size("number of extents", count, most=MOST_EXTENTS)
+        self._ledger = ledger
+        self._prefix = require_name(prefix)
+        self._numa_node = numa_node
+        self._threads = len(os.sched_getaffinity(0))
+        self._tier = tier
+        self._unassigned = Account(tier, 0, 0, UNASSIGNED)
+        self._extents = [Extent(number) for number in range(count)]
+        self._partly_used: defaultdict[tuple[int | None, int], set[Extent]] = defaultdict(set)
+        self._granted: defaultdict[int, set[Extent]] = defaultdict(set)
+        ledger.add_tier(tier, capacity_bytes)
+        try:
+            self._create(self._extents, progress)
+        except BaseException:
+            ledger.remove_tier(tier)
+            raise
+        ledger.add_auditor(tier, self.held_bytes)
+
+    @property
+    def extent_bytes(self) -> int:
+        return self._extent_bytes
+
+    def allocate_frames(self, account: Account, uid: int, stride: int, count: int, payload: int) -> list[int]:
+        """``count`` frames of ``stride`` bytes for ``account``, ``payload`` bytes of each being asked for. All or none.
+
+        Fills extents that the uid already uses before it takes another. A frame has zeros or old bytes of the same
+        uid. Raises `OutOfCapacity` (whose ``free`` counts only what this uid could have), `InvalidValue`, `OsFailure`.
+        """
+        require_multiple("stride of frames", stride, PAGE_ALIGNMENT, most=self._extent_bytes)
+        require_size("payload of a frame", payload, most=stride)
+        require_size("number of frames", count)
+        require_size("uid", uid, least=0)
+        if account.tier != self._tier:
+            raise InvalidValue("tier of the account", account.tier, self._tier)
+        chosen: list[Extent] = []
+        found = 0
+        for extent in self._candidates(uid, stride):
+            chosen.append(extent)
+            found += extent.free_frames if extent.stride else self._extent_bytes // stride
+            if found >= count:
+                break
+        else:
+            raise self._out_of_capacity(uid, stride, count, found)
+        self._create([extent for extent in chosen if not extent.stride and not extent.is_usable(uid)], None)
+        self._ledger.transfer(self._unassigned, account, count * payload, count * stride, requested_before=0)
+        holding = Holding(account, payload)
+        frames: list[int] = []
+        for extent in chosen:
+            if not extent.stride:
+                extent.assign(uid, stride, self._extent_bytes // stride)
+            taken = extent.take(min(count - len(frames), extent.free_frames), holding)
+            frames += [extent.number << 32 | index for index in taken]
+            self._file(extent)
+        return frames
+
+    def free_frames(self, frames: Iterable[int]) -> None:
+        """Give frames back. Raises `UnknownHandle`, and frees none, if one is not in use or is given twice."""
+        by_extent = self._look_up(frames)
+        for (extent, holding), indices in by_extent.items():
+            count = len(indices)
+            before = count * holding.payload
+            self._ledger.transfer(holding.account, self._unassigned, 0, count * extent.stride, requested_before=before)
+        for (extent, _), indices in by_extent.items():
+            for index in indices:
+                extent.give_back(index)
+            self._file(extent)
+
+    def move_frames(self, frames: Iterable[int], account: Account) -> None:
+        """Frames change hands, their bytes as they are. Raises `UnknownHandle`, and moves none, as `free_frames` does."""
+        for (extent, holding), indices in self._look_up(frames).items():
+            count = len(indices)
+            self._ledger.transfer(holding.account, account, count * holding.payload, count * extent.stride)
+            extent.hold(indices, Holding(account, holding.payload))
+
+    def offset(self, frame: int) -> int:
+        """The frame's first byte in its extent. Raises `UnknownHandle` if it is not in use."""
+        [(extent, _)] = self._look_up([frame])
+        return frame_index(frame) * extent.stride
+
+    def open_fd(self, extent: int, *, read_only: bool) -> int:
+        """A close-on-exec descriptor of the extent's segment to pass on; the caller closes it."""
+        segment = self._extent(extent).segment
+        if segment is None:
+            raise UnknownHandle(f"extent {extent} has no memory at present", handle=extent)
+        return segment.open_fd(read_only=read_only)
+
+    def granted(self, extent: int, lease: int) -> None:
+        """The lease's process may map the extent from now on. Raises `UnknownHandle` if no frame of it is in use."""
+        known = self._extent(extent)
+        if not known.stride:
+            raise UnknownHandle(f"extent {extent} has no frame in use", handle=extent)
+        require_size("lease", lease)
+        known.grants.add(lease)
+        known.was_granted = True
+        self._granted[lease].add(known)
+
+    def lease_gone(self, lease: int) -> None:
+        """The lease's process is known dead, and with it whatever it had mapped."""
+        for extent in self._granted.pop(lease, set()):
+            extent.grants.discard(lease)
+
+    def damaged_extents(self) -> list[int]:
+        """Extents that somebody they were granted to has cut, grown or punched. They are not used again as they are."""
+        return [extent.number for extent in self._extents if extent.segment is not None and not extent.is_intact()]
+
+    def accounts(self, extent: int) -> set[Account]:
+        """Who holds frames of the extent."""
+        return {holding.account for holding in self._extent(extent).holdings()}
+
+    def renew(self, most: int) -> int:
+        """Make new segments for at most ``most`` unassigned extents with somebody's old bytes, or damage.
+
+        To be called when there is time: an allocation that finds no clean extent does it itself. Returns how many.
+        """
+        old = [extent for extent in self._extents if not (extent.stride or extent.grants or extent.is_usable(None))]
+        self._create(old[:most], None)
+        return len(old[:most])
+
+    def held_bytes(self) -> int:
+        """What the operating system has allocated: the ledger's auditor."""
+        return sum(extent.held_bytes() for extent in self._extents)
+
+    def close(self) -> None:
+        """Unlink everything and forget the tier, whoever holds frames. Processes that map extents keep the memory."""
+        for extent in self._extents:
+            frames = Counter(extent.holdings())
+            for holding, count in frames.items():
+                self._ledger.release(holding.account, count * holding.payload, count * extent.stride)
+            if extent.segment is not None:
+                self._ledger.release(self._unassigned, 0, self._extent_bytes - frames.total() * extent.stride)
+                extent.segment.destroy()
+        self._extents = []
+        self._ledger.remove_tier(self._tier)
+
+    def _create(self, extents: list[Extent], progress: Progress | None) -> None:
+        """New segments for unassigned extents. If that fails they have none, and a later attempt may succeed."""
+        for extent in extents:
+            if extent.segment is not None:
+                extent.segment.destroy()
+                extent.replace(None)
+                self._ledger.release(self._unassigned, 0, self._extent_bytes)
+        if not extents:
+            return
+        names = [f"{self._prefix}-e{extent.number}" for extent in extents]
+        total = len(extents) * self._extent_bytes
+        with self._ledger.reserve(self._unassigned, 0, total) as reservation:
+            segments = create_segments(
+                names, self._extent_bytes, threads=self._threads, numa_node=self._numa_node, progress=progress
+            )
+            reservation.commit(total)
+        for extent, segment in zip(extents, segments, strict=True):
+            extent.replace(segment)
+
+    def _candidates(self, uid: int, stride: int) -> Iterator[Extent]:
+        """Extents that can give frames, best first: the fullest in use, the uid's own, clean ones, those to renew."""
+        partly_used = self._partly_used.get((uid, stride), set())
+        for extent in sorted(partly_used, key=lambda extent: (extent.free_frames, extent.number)):
+            if extent.is_intact():
+                yield extent
+        unassigned = [extent for extent in self._extents if not extent.stride]
+        usable = {extent for extent in unassigned if extent.is_usable(uid)}
+        yield from sorted(usable, key=lambda extent: (extent.uid is None, extent.number))
+        yield from (extent for extent in unassigned if extent not in usable and not extent.grants)
+
+    def _file(self, extent: Extent) -> None:
+        """Put the extent where its frames in use say that it belongs."""
+        kind = (extent.uid, extent.stride)
+        if extent.free_frames and not extent.is_unused:
+            self._partly_used[kind].add(extent)
+            return
+        self._partly_used[kind].discard(extent)
+        if not self._partly_used[kind]:
+            del self._partly_used[kind]
+        if extent.is_unused:
+            extent.unassign()
+
+    def _look_up(self, frames: Iterable[int]) -> dict[tuple[Extent, Holding], list[int]]:
+        """The indices of frames in use, by extent and holder. Raises `UnknownHandle` for one that is not, or is twice."""
+        found: defaultdict[tuple[Extent, Holding], list[int]] = defaultdict(list)
+        seen: set[int] = set()
+        for frame in frames:
+            number, index = frame_extent(frame), frame_index(frame)
+            extent = self._extents[number] if 0 <= number < len(self._extents) else None
+            holding = extent.holding(index) if extent is not None else None
+            if extent is None or holding is None or frame in seen:
+                raise UnknownHandle(f"frame {frame} (extent {number}, index {index}) is not in use", handle=frame)
+            seen.add(frame)
+            found[extent, holding].append(index)
+        return found
+
+    def _extent(self, number: int) -> Extent:
+        if not 0 <= number < len(self._extents):
+            raise UnknownHandle(f"extent {number} is not one of {len(self._extents)}", handle=number)
+        return self._extents[number]
+
+    def _out_of_capacity(self, uid: int, stride: int, count: int, found: int) -> OutOfCapacity:
+        holders = self._ledger.largest_holders(self._tier)
+        waiting = [extent for extent in self._extents if not (extent.stride or extent.is_usable(uid)) and extent.grants]
+        if waiting:
+            leases = sorted(set().union(*(extent.grants for extent in waiting)))
+            holders.append(f"{len(waiting)} unassigned extents that leases {leases} may still map")
+        return OutOfCapacity(self._tier, count * stride, found * stride, self._ledger.capacity(self._tier), holders)
+
+
+def require_multiple(what: str, value: int, unit: int, most: int = LARGEST_SIZE) -> int:
+    """``value``, which must be a multiple of ``unit``, not 0 and at most ``most``; raises `InvalidValue` otherwise."""
+    if require_size(what, value, unit, most) % unit:
+        raise InvalidValue(what, value, f"a multiple of {unit}")
+    return value
