@@ -311,9 +311,20 @@ class WorkerState:
 def read_worker_state(fd: int, layout: WorkerBlockLayout, session: int) -> WorkerState:
     """Read a worker block with ``pread``; raises `SessionDamaged` if it is cut short or does not make sense.
 
-    Safe beside a live worker: a record that it is replacing is read again.
+    Safe beside a live worker: what it replaces during the reading is read again.
     """
-    fixed = os.pread(fd, _RECORDS, 0)
+    for _ in range(_READ_ATTEMPTS - 1):
+        fixed = os.pread(fd, _RECORDS, 0)
+        try:
+            return _read_worker_state(fd, fixed, layout, session)
+        except SessionDamaged:
+            word = slice(_COMMIT_SEQUENCE, _COMMIT_SEQUENCE + 8)
+            if os.pread(fd, 8, _COMMIT_SEQUENCE) == fixed[word]:
+                raise
+    return _read_worker_state(fd, os.pread(fd, _RECORDS, 0), layout, session)
+
+
+def _read_worker_state(fd: int, fixed: bytes, layout: WorkerBlockLayout, session: int) -> WorkerState:
     header = layout.pack_header(session)
     if len(fixed) < _RECORDS or fixed[: len(header)] != header or os.fstat(fd).st_size < layout.block_bytes:
         raise SessionDamaged(f"worker block of session {session} is cut short or overwritten", session=session)
@@ -323,17 +334,9 @@ def read_worker_state(fd: int, layout: WorkerBlockLayout, session: int) -> Worke
         raise SessionDamaged(
             f"session {session} claims {tokens} tokens and {rows} rows of {layout.token_capacity}", session=session
         )
+    record = os.pread(fd, layout.record_stride, _RECORDS + (sequence & 1) * layout.record_stride)
     counters = {name: word(fixed, _COUNTERS + 8 * index)[0] for index, name in enumerate(COUNTER_NAMES)}
-    for attempt in range(_READ_ATTEMPTS):
-        record = os.pread(fd, layout.record_stride, _RECORDS + (sequence & 1) * layout.record_stride)
-        try:
-            return WorkerState(tokens, rows, _read_commit(sequence, record, layout), counters)
-        except SessionDamaged:
-            latest = os.pread(fd, 8, _COMMIT_SEQUENCE)
-            if attempt == _READ_ATTEMPTS - 1 or len(latest) < 8 or word(latest)[0] == sequence:
-                raise
-            sequence = word(latest)[0]
-    raise AssertionError("the last attempt returns or raises")
+    return WorkerState(tokens, rows, _read_commit(sequence, record, layout), counters)
 
 
 def _pack_record(commit: Commit) -> bytes:
