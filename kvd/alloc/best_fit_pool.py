@@ -14,7 +14,7 @@ from kvd.alloc.allocation import Allocation, create_block, release_block
 from kvd.alloc.ledger import Account, Ledger
 from kvd.alloc.sizes import require_size
 from kvd.tiers.driver import DeviceBlock, DeviceDriver, vram_tier
-from protocol.errors import OutOfCapacity, UnknownHandle
+from protocol.errors import UnknownHandle
 
 CACHED = "cached"
 """The purpose of blocks that are kept for reuse; nobody requested them."""
@@ -24,7 +24,7 @@ class BestFitPool:
     """A pool that reuses blocks, for temporaries only.
 
     A freed block serves the same lease only: the lease's process may still map it, and its bytes are still there.
-    `trim` gives kept blocks back to the driver; an allocation that finds no room trims the whole pool and tries again.
+    `trim` gives kept blocks back to the driver.
     """
 
     def __init__(self, driver: DeviceDriver, device: str, ledger: Ledger, handles: Iterator[int] | None = None) -> None:
@@ -41,7 +41,9 @@ class BestFitPool:
         Raises `InvalidValue` for a size that is none, `OutOfCapacity`, `OsFailure`.
         """
         require_size("bytes of device memory", nbytes)
-        block = self._take_cached(account, nbytes) or self._create(account, nbytes)
+        block = self._take_cached(account, nbytes)
+        if block is None:
+            block = create_block(self._driver, self._device, self._ledger, account, nbytes)
         allocation = Allocation(next(self._handles), account, nbytes, block)
         self._live[allocation.handle] = allocation
         return allocation
@@ -93,14 +95,6 @@ class BestFitPool:
         cached = _cached_account(account.tier, account.lease)
         self._ledger.transfer(cached, account, nbytes, blocks[at].nbytes, requested_before=0)
         return blocks.pop(at)
-
-    def _create(self, account: Account, nbytes: int) -> DeviceBlock:
-        try:
-            return create_block(self._driver, self._device, self._ledger, account, nbytes)
-        except OutOfCapacity:
-            if not self.trim():
-                raise
-        return create_block(self._driver, self._device, self._ledger, account, nbytes)
 
 
 def _size(block: DeviceBlock) -> int:

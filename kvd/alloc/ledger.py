@@ -173,7 +173,7 @@ class Ledger:
         """Forget a tier that nobody holds anything of; raises `LedgerMismatch` naming the holders otherwise."""
         books = self._tier(tier)
         if books.accounts:
-            raise LedgerMismatch(f"{tier} is removed but held by {', '.join(self.largest_holders(tier))}")
+            raise LedgerMismatch(f"{tier} is removed but held by {', '.join(map(str, books.accounts))}")
         del self._tiers[tier]
 
     def add_auditor(self, tier: str, auditor: Callable[[], int]) -> None:
@@ -189,9 +189,8 @@ class Ledger:
         require_size("bound of committed bytes", committed_bound, least=requested)
         books = self._tier(account.tier)
         if committed_bound > books.free:
-            raise OutOfCapacity(
-                account.tier, committed_bound, books.free, books.capacity, self.largest_holders(account.tier)
-            )
+            holders = self.largest_holders(account.tier)
+            raise OutOfCapacity(account.tier, committed_bound, books.free, books.capacity, holders)
         self._post(account, 0, 0, committed_bound)
         return Reservation(self, account, requested, committed_bound)
 
@@ -258,9 +257,14 @@ class Ledger:
                 yield Entry(account, count.balance(), account.lease in self._quarantined)
 
     def largest_holders(self, tier: str) -> list[str]:
-        """Who holds most of the tier, largest first, as an out-of-capacity error names them."""
+        """Who holds most of the tier, largest first, as an out-of-capacity error names them.
+
+        Bytes that nobody requested are a pool's to give, and held by nobody.
+        """
         held = [
-            (count.committed + count.reserved, str(account)) for account, count in self._tier(tier).accounts.items()
+            (count.committed + count.reserved, str(account))
+            for account, count in self._tier(tier).accounts.items()
+            if count.requested or count.reserved
         ]
         return [f"{holder}: {nbytes} bytes" for nbytes, holder in nlargest(NAMED_HOLDERS, held)]
 

@@ -130,7 +130,7 @@ class HostRam:
             self._file(extent)
 
     def move_frames(self, frames: Iterable[int], account: Account) -> None:
-        """Frames change hands, their bytes as they are. Raises `UnknownHandle`, and moves none, as `free_frames` does."""
+        """Frames change hands, their bytes as they are. Raises `UnknownHandle`, and moves none, like `free_frames`."""
         for (extent, holding), indices in self._look_up(frames).items():
             count = len(indices)
             self._ledger.transfer(holding.account, account, count * holding.payload, count * extent.stride)
@@ -239,7 +239,7 @@ class HostRam:
             extent.unassign()
 
     def _look_up(self, frames: Iterable[int]) -> dict[tuple[Extent, Holding], list[int]]:
-        """The indices of frames in use, by extent and holder. Raises `UnknownHandle` for one that is not, or is twice."""
+        """Indices of frames in use, by extent and holder. Raises `UnknownHandle` if one is not in use, or given twice."""
         found: defaultdict[tuple[Extent, Holding], list[int]] = defaultdict(list)
         seen: set[int] = set()
         for frame in frames:

@@ -17,7 +17,7 @@ from kvd.alloc.exact_pool import ExactPool
 from kvd.alloc.ledger import Account, Ledger
 from kvd.alloc.sizes import require_size
 from kvd.tiers.driver import DeviceDriver, vram_tier
-from protocol.errors import InvalidValue, NoDevice, UnknownHandle
+from protocol.errors import InvalidValue, NoDevice, OutOfCapacity, UnknownHandle
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,19 @@ class Vram:
     def allocate(self, account: Account, nbytes: int, *, temporary: bool) -> Allocation:
         """Memory of the device that ``account.tier`` names: exact, or from the reusing pool if it is ``temporary``.
 
+        Temporaries that are kept for reuse never stand in its way: they are given back when there is no other room.
         Raises `InvalidValue`, `OutOfCapacity` or `OsFailure`; then nothing is held.
         """
         pools = self._pools.get(account.tier)
         if pools is None:
             raise InvalidValue("device memory tier", account.tier, f"one of {', '.join(self._pools)}")
         pool = pools.best_fit if temporary else pools.exact
-        allocation = pool.allocate(account, nbytes)
+        try:
+            allocation = pool.allocate(account, nbytes)
+        except OutOfCapacity:
+            if not pools.best_fit.trim():
+                raise
+            allocation = pool.allocate(account, nbytes)
         self._pool_of[allocation.handle] = allocation, pool
         return allocation
 
