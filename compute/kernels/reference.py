@@ -5,7 +5,7 @@ the hot cache, attention. A faster kernel cites the function that it replaces an
 
 A row's result depends on nothing but its own inputs, bit for bit: not on how many rows a call has, which place a row
 has among them, or how long the history is. Library products keep that only between calls of one shape, so every
-product here has a shape that the caller cannot change; ``compute.model.tiles`` does the same for a model's layers.
+product here has a shape that the caller cannot change; ``compute.kernels.tiles`` does the same for a model's layers.
 """
 
 from __future__ import annotations

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compute.kernels.memory import Memory
 from compute.kernels.reference_rows import decode_joined
-from protocol.layout import LATENT_DIM, RowLayout
+from protocol.layout import LATENT_DIM, RowLayout, round_up
 
 QUERY_ROWS = 16
 """Query rows whose selected rows are gathered at a time; bounds the temporary memory, not the result."""
+
+_HEADS, _KEYS = 4, 16
+"""Heads and keys of a product are padded to multiples of these: matrix libraries treat what is left over of a blocking
+otherwise, and then a row's bits differ between a batch of one and a batch of many."""
 
 
 def attend(
@@ -33,11 +38,14 @@ def attend(
     [R, H, 64]. The softmax is float32, over the entries that are not empty; a row with none gives 0. A row that several
     queries selected is read and decoded once.
     """
+    heads, keys = query_latent.shape[1], addresses.shape[1]
+    addresses = pad(addresses, (0, round_up(keys, _KEYS) - keys))
     valid = addresses != 0  # [R, k]
     distinct, entry = torch.unique(addresses, return_inverse=True)
     shift = layer_in_group * layout.row_bytes
     rows = decode_joined(memory.read((distinct + shift).where(distinct != 0, 0), layout.row_bytes), layout)  # [u, 576]
     query = torch.cat((query_latent, query_rope), dim=2).float()  # [R, H, 576]
+    query = pad(query, (0, 0, 0, round_up(heads, _HEADS) - heads))
     masked = torch.zeros_like(valid, dtype=torch.float32).masked_fill_(~valid, -torch.inf)
     empty = ~valid.any(1)
     out = torch.empty((*query.shape[:2], LATENT_DIM), device=query.device)
@@ -48,4 +56,4 @@ def attend(
         weights = torch.softmax(scores.add_(masked[part, None, :]), dim=2)
         weights.masked_fill_(empty[part, None, None], 0.0)
         torch.bmm(weights, picked[..., :LATENT_DIM], out=out[part])
-    return out
+    return out[:, :heads]

@@ -99,10 +99,10 @@ def index_scores(
     transposed = keys.view(tiles, KEY_TILE, INDEX_DIM).transpose(1, 2)  # [tiles, 128, KEY_TILE]
     dots = torch.empty((tiles, heads, KEY_TILE), device=query.device)
     sums = torch.empty((tiles, 1, KEY_TILE), device=query.device)
-    scaled_query = query.float() * INDEX_DIM**-0.5
+    query, weights = query.float(), weights * INDEX_DIM**-0.5  # a positive factor may stand outside the relu
     for row, position in enumerate(positions.tolist()):
         used = -(-(position + 1) // KEY_TILE)
-        torch.bmm(scaled_query[row].expand(used, -1, -1), transposed[:used], out=dots[:used]).relu_()
+        torch.bmm(query[row].expand(used, -1, -1), transposed[:used], out=dots[:used]).relu_()
         torch.bmm(weights[row].expand(used, 1, heads), dots[:used], out=sums[:used])
         seen = position + 1
         torch.mul(sums.view(-1)[:seen], key_scales[:seen], out=scores[row, :seen])
