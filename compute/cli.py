@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from compute.history import History
-from compute.model.tokenizer import ByteTokenizer
+from compute.model import tokenizer
 from compute.worker import HistorySettings, Worker
 from protocol.errors import InvalidValue, KvdError
 from protocol.layout import ENCODINGS, PAGE_TOKENS, encoding_named
@@ -133,13 +133,12 @@ def generate(arguments: argparse.Namespace) -> int:
     if arguments.chunk < 1:
         raise InvalidValue("--chunk", arguments.chunk, "at least 1")
     config = model_named(arguments.model)
-    tokenizer = ByteTokenizer()
-    prompt = _read_prompt(arguments, tokenizer)
+    prompt = _read_prompt(arguments)
     encoding = encoding_named(arguments.encoding)
     with Worker(
         arguments.run_dir, arguments.device, config, encoding, seed=arguments.seed, weights=arguments.weights
     ) as worker:
-        report = _generate(worker, arguments, prompt, tokenizer)
+        report = _generate(worker, arguments, prompt)
     if arguments.json:
         print(json.dumps(asdict(report)))
     else:
@@ -150,7 +149,7 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(worker: Worker, arguments: argparse.Namespace, prompt: list[int], tokenizer: ByteTokenizer) -> Report:
+def _generate(worker: Worker, arguments: argparse.Namespace, prompt: list[int]) -> Report:
     history, tokens = _open_history(worker, arguments, prompt)
     rows = history.length
     started = time.perf_counter()
@@ -257,7 +256,7 @@ def _open_history(worker: Worker, arguments: argparse.Namespace, prompt: list[in
     return history, logged
 
 
-def _read_prompt(arguments: argparse.Namespace, tokenizer: ByteTokenizer) -> list[int]:
+def _read_prompt(arguments: argparse.Namespace) -> list[int]:
     if arguments.prompt_file is None:
         return []
     try:

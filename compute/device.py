@@ -41,7 +41,7 @@ class Device(Protocol):
     """The name by which the daemon knows it."""
 
     def map_shared(self, fd: int, nbytes: int) -> Mapping:
-        """Map a shared memory segment read-write. Takes ``fd``; raises `OsFailure` where mapping or registering fails."""
+        """Map a shared memory segment read-write. Takes ``fd``; raises `OsFailure` where that fails."""
 
     def map_device(self, fd: int, nbytes: int) -> Mapping:
         """Map VRAM that the daemon made, whole. Takes ``fd``."""

@@ -46,7 +46,7 @@ class HistorySettings:
 
 
 class Worker:
-    """A model, a device and a lease. Raises `NoDevice`, `DaemonUnavailable` or `InvalidValue` where one is not to be had.
+    """A model, a device and a lease. Raises `NoDevice`, `DaemonUnavailable` or `InvalidValue` where one is missing.
 
     Weights come from ``weights`` (a safetensors file or folder), else they are random, from ``seed``.
     """
@@ -104,7 +104,7 @@ class Worker:
         hidden = torch.empty(0)
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            hidden = self._step(history, part, cached=False)
+            hidden = self.step(history, part, cached=False)
             if progress:
                 progress(start + len(part), len(tokens))
         return hidden[-1]
@@ -120,7 +120,16 @@ class Worker:
                 history.session.state.append_tokens([token])
             yield token
             if produced + 1 < count:
-                hidden = self._step(history, [token], cached=True)[-1]
+                hidden = self.step(history, [token], cached=True)[-1]
+
+    @torch.inference_mode()
+    def step(self, history: History, tokens: Sequence[int], *, cached: bool) -> Tensor:
+        """Append one token or several and run the model over them: hidden float32 [n, hidden size]."""
+        positions = history.begin(len(tokens), cached=cached)
+        ids = torch.tensor(tokens, dtype=torch.int64, device=positions.device)
+        hidden = self.decoder.forward(ids, positions, history)
+        history.finish(positions, hidden)
+        return hidden
 
     def prompt_tokens(self, tokens: Sequence[int]) -> list[int]:
         """``tokens``, or the BOS token where there are none."""
@@ -137,14 +146,6 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    @torch.inference_mode()
-    def _step(self, history: History, tokens: Sequence[int], *, cached: bool) -> Tensor:
-        positions = history.begin(len(tokens), cached=cached)
-        ids = torch.tensor(tokens, dtype=torch.int64, device=positions.device)
-        hidden = self.decoder.forward(ids, positions, history)
-        history.finish(positions, hidden)
-        return hidden
 
     def _history(self, settings: HistorySettings, session: HostSession | None, *, new: bool = True) -> History:
         with ExitStack() as undo:

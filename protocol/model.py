@@ -76,7 +76,7 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """``qk_head_dim ** -0.5``, times the square of yarn's attention factor where there is one."""
-        scale = self.qk_head_dim**-0.5
+        scale = math.sqrt(1.0 / self.qk_head_dim)
         factor = float(self.rope_scaling.get("factor", 1.0))
         mscale_all_dim = float(self.rope_scaling.get("mscale_all_dim", 0.0))
         if factor > 1.0 and mscale_all_dim:

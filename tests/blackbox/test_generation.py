@@ -1,0 +1,176 @@
+"""Offloaded and resident decoding through a real daemon: the same bits, whatever the sizes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compute.history import History
+from compute.worker import HistorySettings, Mode, Worker
+from protocol.errors import InvalidValue, OutOfCapacity
+from protocol.layout import Q8G64
+from protocol.model import DEMO
+
+CONFIG = replace(DEMO, index_topk=64)
+TOKENS = 256
+
+
+@pytest.fixture(scope="module")
+def worker(module_daemon: Path) -> Iterator[Worker]:
+    with Worker(module_daemon, "cpu", CONFIG, Q8G64, seed=3) as opened:
+        yield opened
+
+
+def prompt(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+def run(history: History, worker: Worker, tokens: list[int], count: int, chunk: int = 192) -> tuple[list[int], str]:
+    """Greedy tokens, and a hash over the bits of every hidden state of the decoding."""
+    bits = hashlib.sha256()
+    hidden = worker.prefill(history, worker.prompt_tokens(tokens), chunk)
+    output = []
+    for _ in range(count):
+        bits.update(hidden.numpy().tobytes())
+        output.append(int(worker.decoder.logits(hidden[None])[0].argmax()))
+        hidden = worker.step(history, output[-1:], cached=True)[-1]
+    return output, bits.hexdigest()
+
+
+def generate(
+    worker: Worker, mode: Mode, tokens: list[int], count: int = TOKENS, *, hot_rows: int = 256, ring_pages: int = 4
+) -> tuple[list[int], str, dict[str, int]]:
+    settings = HistorySettings(mode, len(tokens) + count + 64, hot_rows, ring_pages, "equality")
+    history = worker.history(settings)
+    output, bits = run(history, worker, tokens, count)
+    counters = history.counters()
+    history.barrier()
+    history.close()
+    worker.client.stat()
+    return output, bits, counters
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65])
+def test_short_prompts_are_bit_equal(worker: Worker, length: int) -> None:
+    tokens = prompt(length)
+    resident, offloaded = generate(worker, "resident", tokens), generate(worker, "offloaded", tokens)
+    assert offloaded[:2] == resident[:2]
+    assert len(set(resident[0])) > 8, "an output of few distinct tokens shows nothing"
+
+
+@pytest.mark.parametrize("hot_rows", [64, 65, 200])
+def test_hot_caches_of_several_sizes_are_bit_equal(worker: Worker, hot_rows: int) -> None:
+    tokens = prompt(700)
+    resident = generate(worker, "resident", tokens)
+    offloaded = generate(worker, "offloaded", tokens, hot_rows=hot_rows, ring_pages=4)
+    assert offloaded[:2] == resident[:2]
+    assert offloaded[2]["hits"] > 0
+    assert offloaded[2]["misses"] > 0
+
+
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_case_10_history_of_as_many_rows_as_hot_slots(worker: Worker, beside: int) -> None:
+    tokens = prompt(300)
+    resident = generate(worker, "resident", tokens, 64)
+    offloaded = generate(worker, "offloaded", tokens, 64, hot_rows=300 + beside)
+    assert offloaded[:2] == resident[:2]
+
+
+@pytest.mark.slow
+def test_prompt_of_4097_tokens_is_bit_equal(worker: Worker) -> None:
+    tokens = prompt(4097)
+    resident = generate(worker, "resident", tokens)
+    offloaded = generate(worker, "offloaded", tokens, hot_rows=1024)
+    assert offloaded[:2] == resident[:2]
+    assert offloaded[2]["misses"] > 0
+    assert offloaded[2]["copybacks"] == (4097 + TOKENS) // 64
+
+
+def test_a_corrupted_row_changes_the_bits(worker: Worker) -> None:
+    tokens = prompt(700)
+    truth = generate(worker, "offloaded", tokens, 32)[1]
+    history = worker.history(HistorySettings("offloaded", 1024, 256, 4, "corrupt"))
+    history.corrupt_next_fetch()
+    _, bits = run(history, worker, tokens, 32)
+    history.close()
+    assert bits != truth
+
+
+def test_truncate_and_rewrite_never_reads_an_old_row(worker: Worker) -> None:
+    tokens = prompt(700)
+    history = worker.history(HistorySettings("offloaded", 1200, 128, 4, "rewrite"))
+    first = run(history, worker, tokens, 64)
+    for keep in (699, 640, 333, 64, 1, 0):
+        history.truncate(keep)
+        other = run(history, worker, tokens[::-1][: 700 - keep], 16)
+        assert history.length == 716
+        history.truncate(keep)
+        again = run(history, worker, tokens[keep:], 64)
+        if keep == 0:
+            assert again == first
+        assert other[1] != again[1]
+        history.truncate(0)
+        assert run(history, worker, tokens, 64) == first
+    history.close()
+
+
+def test_chunks_do_not_change_the_bits(worker: Worker) -> None:
+    tokens = prompt(500)
+    seen = set()
+    for chunk in (1, 17, 64, 192):
+        history = worker.history(HistorySettings("offloaded", 640, 128, 4, "chunks"))
+        seen.add(run(history, worker, tokens[:300] if chunk == 1 else tokens[:300], 8, chunk)[1])
+        history.close()
+    assert len(seen) == 1
+
+
+def test_stored_session_continues_to_the_same_bits(worker: Worker) -> None:
+    tokens = prompt(333)
+    truth, _, _ = generate(worker, "resident", tokens, 96)
+    settings = HistorySettings("offloaded", 512, 128, 4, "stored")
+    history = worker.history(settings)
+    hidden = worker.prefill(history, tokens, 192)
+    start = list(worker.decode(history, hidden, 40))
+    history.barrier()
+    committed = history.length
+    history.close(keep=True)
+    history = worker.stored_history(settings)
+    assert history.length == committed == 333 + 39
+    rest = [*tokens, *start][committed:]
+    output = [*start, *worker.decode(history, worker.prefill(history, rest, 64), 56)]
+    history.close()
+    assert output == truth
+
+
+def test_ledger_returns_to_where_it_was(worker: Worker) -> None:
+    def held() -> list[tuple[str, int, int]]:
+        stats = worker.client.stat()
+        assert stats.ledger == "balanced"
+        return [(tier.tier, tier.requested, tier.committed) for tier in stats.tiers]
+
+    generate(worker, "offloaded", prompt(100), 4)
+    before = held()
+    generate(worker, "offloaded", prompt(400), 8)
+    generate(worker, "resident", prompt(400), 8)
+    assert held() == before
+
+
+def test_refusals_name_value_and_limit(worker: Worker) -> None:
+    with pytest.raises(InvalidValue, match="hot rows is 63; allowed: at least 64"):
+        worker.history(HistorySettings("offloaded", 512, 63, 4, "small"))
+    assert not [session for session in worker.client.stat().sessions if session.name == "small"]
+    history = worker.history(HistorySettings("offloaded", 512, 64, 2, "ring"))
+    with pytest.raises(InvalidValue, match="rows appended at once is 192; allowed: at most 64"):
+        worker.step(history, prompt(192), cached=False)
+    with pytest.raises(InvalidValue, match="rows of the history is 513"):
+        worker.step(history, prompt(513), cached=False)
+    history.close()
+    with pytest.raises(OutOfCapacity):
+        worker.history(HistorySettings("offloaded", 1 << 20, 1 << 20, 4, "huge"))
+    assert not [session for session in worker.client.stat().sessions if session.name == "huge"]
