@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -150,7 +151,7 @@ def test_log_and_sampler_state_against_a_model(actions):
         if verb == "append":
             new = list(range(written, written + count))
             written += count
-            states = states_of_a_kill(buffer, lambda live, new=new, data=data: live.append_tokens(new, data))
+            states = states_of_a_kill(buffer, partial(WorkerBlock.append_tokens, ids=new, sampler_state=data))
             after = (tokens + new, data)
             for left in states[:: max(1, len(states) // 16)]:
                 found = worker_block(bytearray(left))
@@ -338,13 +339,13 @@ def test_daemon_block_round_trip():
     assert unpack_frame(FRAMES[3]) == (2, 3)
 
 
-@given(st.lists(st.tuples(st.integers(0, 8 * len(DAEMON_BLOCK) - 1)), min_size=1, max_size=4, unique=True))
+@given(st.lists(st.integers(0, 8 * len(DAEMON_BLOCK) - 1), min_size=1, max_size=4, unique=True))
 def test_a_flipped_bit_of_a_daemon_block_is_damage(bits):
     block = bytearray(DAEMON_BLOCK.ljust(HEADER.block_bytes, b"\0"))
-    for (bit,) in bits:
+    for bit in bits:
         block[bit // 8] ^= 1 << bit % 8
     with pytest.raises(SessionDamaged):
-        unpack_daemon_block(block)
+        unpack_daemon_block(bytes(block))
 
 
 @given(st.integers(0, len(DAEMON_BLOCK) - 1))

@@ -37,7 +37,9 @@ MESSAGES = {
 
 def table(title: str) -> list[list[str]]:
     """The cells of the table below heading ``title``, code quotes removed, without its head."""
-    section = SPEC.split(f"\n#### {title}\n", 1)[1] if f"\n#### {title}\n" in SPEC else SPEC.split(f"\n## {title}\n", 1)[1]
+    section = (
+        SPEC.split(f"\n#### {title}\n", 1)[1] if f"\n#### {title}\n" in SPEC else SPEC.split(f"\n## {title}\n", 1)[1]
+    )
     lines = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
     return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows][2:]
@@ -124,10 +126,21 @@ def test_an_unknown_code_is_still_an_error():
 
 
 HEADER = SessionHeader(
-    *(0x0101 + 257 * index for index in range(3)),
-    *(0x01020304, 0x05060708, 0x1122334455667788),
-    *(3_527_168, 3_530_752, 1 << 30, 1000, 16, 24_576),
-    *("q8g64", bytes(range(1, 33)), "é" * 64),
+    epoch=0x0101010101010101,
+    session=0x0202020202020202,
+    generation=0x0303030303030303,
+    uid=0x01020304,
+    holder_pid=0x05060708,
+    holder_start=0x1122334455667788,
+    page_bytes=3_527_168,
+    page_stride=3_530_752,
+    extent_bytes=1 << 30,
+    token_capacity=1000,
+    page_count=16,
+    commit_bytes=24_576,
+    encoding="q8g64",
+    fingerprint=bytes(range(1, 33)),
+    name="é" * 64,
 )
 
 
@@ -197,7 +210,7 @@ def test_the_page_of_glm_5_3(column, mtp):
     page = GLM_5_3.page_format(Q8G64, mtp=mtp)
     for row in table("page offsets"):
         part, text = row[0], row[column]
-        if match := re.match(r"rows of group (\d+), layers? (\d+)(?:–(\d+))?", part):
+        if match := re.match(r"rows of group (\d+), layers? (\d+)(?:\u2013(\d+))?", part):
             group = int(match[1])
             if group >= len(page.groups):
                 assert text == ""
