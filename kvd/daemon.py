@@ -1,0 +1,175 @@
+"""``kvd run``: start, serve, drain, leave nothing behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import signal
+import socket
+import time
+from contextlib import ExitStack
+from types import FrameType
+
+import zmq
+
+from kvd import __version__
+from kvd.config import Config
+from kvd.handle_socket import HandleSocket
+from kvd.logs import Log
+from kvd.loop import Loop
+from kvd.node import Node
+from kvd.notify import Notifier
+from kvd.run_dir import RunDir
+from kvd.server import ControlServer
+from kvd.tiers.segment import remove_stale
+from protocol.errors import KvdError, OsFailure
+
+CHECK_INTERVAL_S = 1.0
+PROGRESS_INTERVAL_S = 2.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupted(KvdError):
+    """A signal to stop came before the daemon was ready."""
+
+    code = "interrupted"
+    exit_status = 0
+
+
+class Daemon:
+    """One run of the daemon. `run` returns when it has drained; then no socket and no shared memory of it is left."""
+
+    def __init__(self, config: Config, log: Log) -> None:
+        self._config = config
+        self._log = log
+        self._notifier = Notifier()
+        self._loop = Loop(log)
+        self._drain_until = 0.0
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._last_progress = time.monotonic()
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until a signal to stop, then drain. Raises the typed error of whatever keeps it from starting."""
+        with ExitStack() as cleanup:
+            self._watch_signals(cleanup)
+            run_dir = RunDir(self._config)
+            cleanup.callback(run_dir.close)
+            prefix = f"/kvd-{hashlib.sha256(os.fsencode(os.path.realpath(self._config.run_dir))).hexdigest()[:12]}"
+            stale = remove_stale(prefix)
+            if stale:
+                self._log.warning("removed what a dead daemon left", segments=len(stale))
+            _raise_file_limit(self._config)
+            self._node = Node(self._config, prefix, self._log, self._populated)
+            cleanup.callback(self._node.close)
+            old_umask = os.umask(0o177)  # nobody else may connect before a socket has its group and mode
+            try:
+                self._open_sockets(cleanup)
+            finally:
+                os.umask(old_umask)
+            run_dir.publish(self._config.handle_socket)
+            run_dir.publish(self._config.control_socket)
+            self._ready()
+            self._loop.run()
+            self._log.info("stopped", sessions=len(self._node.sessions), leases=len(self._node.leases))
+
+    def _open_sockets(self, cleanup: ExitStack) -> None:
+        config, loop, node = self._config, self._loop, self._node
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        cleanup.callback(context.term)
+        self._handles = HandleSocket(config.handle_socket, config.limits.max_leases, loop, node, self._log)
+        cleanup.callback(self._handles.close)
+        server = ControlServer(config.control_socket, config.handle_socket, context, node, self._log)
+        cleanup.callback(server.close)
+        loop.watch(server.socket, server.serve)
+        loop.every(CHECK_INTERVAL_S, self._tick)
+
+    def _ready(self) -> None:
+        host, vram = self._config.host, self._config.vram
+        self._log.info(
+            "ready",
+            version=__version__,
+            run_dir=self._config.run_dir,
+            device=[device.device for device in self._node.devices],
+            host_capacity=host.capacity,
+            vram_capacity=vram.capacity,
+            pid=os.getpid(),
+        )
+        self._notifier.send("READY=1", "STATUS=serving")
+
+    def _populated(self, done: int, total: int) -> None:
+        """Progress of taking host RAM, in the log; and the place where a signal to stop ends it."""
+        if self._stopping:
+            raise Interrupted("told to stop while taking host RAM")
+        now = time.monotonic()
+        if now - self._last_progress >= PROGRESS_INTERVAL_S or done == total:
+            self._last_progress = now
+            self._log.info("taking host RAM", done_bytes=done, total_bytes=total, percent=100 * done // total)
+            self._notifier.send(f"STATUS=taking host RAM: {100 * done // total} %")
+
+    def _tick(self) -> None:
+        self._node.check()
+        self._handles.drop_idle()
+        if self._stopping:
+            self._stop_if_drained()
+
+    # Signals
+
+    def _watch_signals(self, cleanup: ExitStack) -> None:
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        previous = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        cleanup.callback(self._wake_read.close)
+        cleanup.callback(self._wake_write.close)
+        cleanup.callback(signal.set_wakeup_fd, previous)
+        for number in _SIGNALS:
+            cleanup.callback(signal.signal, number, signal.signal(number, self._signalled))
+        self._loop.watch(self._wake_read.fileno(), self._woken)
+
+    def _signalled(self, number: int, _: FrameType | None) -> None:
+        """First signal: stop when it is time. Second: at once."""
+        if self._stopping:
+            raise SystemExit(128 + number)
+        self._stopping = True
+
+    def _woken(self) -> None:
+        """A signal came while the loop was waiting."""
+        self._wake_read.recv(64)
+        if self._stopping and not self._node.draining:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Take no new work and wait for the leases."""
+        self._node.draining = True
+        self._drain_until = time.monotonic() + self._config.drain_timeout_s
+        self._log.info(
+            "draining",
+            leases=len(self._node.leases),
+            sessions=len(self._node.sessions),
+            timeout_s=self._config.drain_timeout_s,
+        )
+        self._notifier.send("STOPPING=1", f"STATUS=draining: {len(self._node.leases)} leases")
+        self._stop_if_drained()
+
+    def _stop_if_drained(self) -> None:
+        left = len(self._node.leases)
+        if not left or time.monotonic() >= self._drain_until:
+            if left:
+                self._log.warning("leases did not end in time", leases=left)
+            self._loop.stop()
+
+
+def _raise_file_limit(config: Config) -> None:
+    """Room for every descriptor that the limits allow: libzmq ends the process when it can open no more."""
+    extents = config.host.capacity // config.host.extent
+    needed = 256 + extents + 4 * config.limits.max_sessions + 4 * config.limits.max_leases + config.limits.max_handles
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise OsFailure(
+            f"the settings need {needed} file descriptors; the hard limit of this process is {hard} (LimitNOFILE)",
+            needed=needed,
+            limit=hard,
+        )
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

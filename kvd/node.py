@@ -1,0 +1,121 @@
+"""What the daemon has, without its sockets: books, tiers, leases, sessions. Requests and ends of leases act on it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from kvd.alloc.ledger import Ledger
+from kvd.config import Config
+from kvd.device_memory import DeviceMemoryVerbs
+from kvd.leases import Lease, Leases
+from kvd.logs import Log
+from kvd.peers import Peer, Process
+from kvd.session import HOST_TIER
+from kvd.sessions import Sessions
+from kvd.tiers.driver import DeviceDriver
+from kvd.tiers.driver_cpu import CpuDriver
+from kvd.tiers.driver_cuda import CudaDriver
+from kvd.tiers.host_ram import HostRam
+from kvd.tiers.segment import Progress
+from kvd.tiers.vram import Vram
+from protocol.errors import Draining, LedgerMismatch
+from protocol.messages import DeviceInfo
+
+
+class Node:
+    """Takes the memory of all tiers. ``prefix`` begins the names of all shared memory.
+
+    Raises what the tiers raise, most of all `OutOfCapacity` and `NoDevice`; then nothing is left.
+    """
+
+    def __init__(self, config: Config, prefix: str, log: Log, progress: Progress) -> None:
+        self._log = log
+        self._started = time.monotonic()
+        self.draining = False
+        self.ledger = Ledger()
+        driver = make_driver(config)
+        self.vram = Vram(driver, self.ledger, {info.uuid: config.vram.capacity for info in driver.devices()})
+        self.host = HostRam(
+            self.ledger,
+            capacity_bytes=config.host.capacity,
+            extent_bytes=config.host.extent,
+            prefix=prefix,
+            numa_node=None if config.host.numa_node < 0 else config.host.numa_node,
+            progress=progress,
+            tier=HOST_TIER,
+        )
+        self.ledger.resize_tier(HOST_TIER, config.host.capacity + config.host.state_capacity)
+        self.leases = Leases(secrets.randbits(63), config.limits.max_leases)
+        self.sessions = Sessions(self.leases.epoch, prefix, self.ledger, self.host, config.limits, log)
+        self.device_memory = DeviceMemoryVerbs(self.vram, config.limits.max_handles)
+        self.devices = [
+            DeviceInfo(info.uuid, info.name, config.vram.capacity, driver.granularity(info.uuid))
+            for info in driver.devices()
+        ]
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def require_accepting(self) -> None:
+        """Raise `Draining` if the daemon takes no new work."""
+        if self.draining:
+            raise Draining("the daemon is shutting down: it takes no new leases, sessions, pages or device memory")
+
+    def open_lease(self, peer: Peer, process: Process, client: str) -> Lease:
+        """A new lease for ``process``, which is closed if it does not become one."""
+        try:
+            self.require_accepting()
+            lease = self.leases.open(peer, process, client)
+        except BaseException:
+            process.close()
+            raise
+        self._log.info("lease opened", lease=lease.number, peer=str(peer), client=client)
+        return lease
+
+    def lease_disconnected(self, lease: Lease) -> bool:
+        """The lease's connection ended: it ends with it, or is quarantined. Returns whether it ended."""
+        if lease.process.is_dead() or self._holds_nothing(lease):
+            self.lease_ended(lease)
+            return True
+        lease.quarantined = True
+        lease.revoke_all()
+        nbytes = self.ledger.quarantine(lease.number)
+        self._log.warning("lease quarantined", lease=lease.number, peer=str(lease.peer), committed=nbytes)
+        return False
+
+    def lease_ended(self, lease: Lease) -> None:
+        """The lease's process is dead, or it holds nothing: all that it held goes back or is stored."""
+        self.sessions.lease_ended(lease)
+        self.device_memory.lease_ended(lease)
+        self.host.lease_gone(lease.number)
+        self.leases.end(lease)
+        self._log.info("lease ended", lease=lease.number, peer=str(lease.peer), age_s=round(lease.age_s, 3))
+
+    def check(self) -> str:
+        """``balanced``, or the arithmetic of what does not add up; damaged sessions are flagged."""
+        self.sessions.inspect()
+        try:
+            self.ledger.check()
+        except LedgerMismatch as error:
+            self._log.error("ledger does not add up", arithmetic=error.message)
+            return error.message
+        return "balanced"
+
+    def close(self) -> None:
+        """Give everything back, whoever holds it."""
+        self.sessions.close_all()
+        self.vram.close()
+        self.host.close()
+        for lease in self.leases:
+            self.leases.end(lease)
+
+    def _holds_nothing(self, lease: Lease) -> bool:
+        """Whether there is no memory that its process might still use."""
+        return not lease.extents and all(entry.account.lease != lease.number for entry in self.ledger.entries())
+
+
+def make_driver(config: Config) -> DeviceDriver:
+    """The driver that the settings name; raises `NoDevice` if it cannot be used. Nothing else is tried."""
+    return CudaDriver() if config.device == "cuda" else CpuDriver(config.vram.capacity)

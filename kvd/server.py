@@ -1,0 +1,159 @@
+"""The control socket: typed requests in, one typed reply each out.
+
+Who is asking comes from the kernel, through ZeroMQ's ``Peer-Address``, never from the message. A frame whose header
+claims more than a control message may have ends its connection before it is read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from kvd import __version__
+from kvd.leases import require_client_name
+from kvd.logs import Log
+from kvd.node import Node
+from kvd.peers import Peer, peer_of_address
+from kvd.stats import node_stats
+from kvd.version import SPOKEN_VERSIONS, require_version
+from protocol import codec, messages
+from protocol.errors import BadMessage, KvdError, OsFailure, Replayed, UnsupportedVersion
+from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorReply, Reply, Request
+
+QUEUED_REQUESTS = 16
+"""Messages of up to `codec.CONTROL_LIMIT` that are queued for each peer, in either direction."""
+
+REMEMBERED_CONNECTIONS = 4096
+"""Connections whose sequence number is known; the one that has been silent longest must then say hello again."""
+
+BATCH = 64
+"""Requests that are answered before the loop looks at anything else."""
+
+
+@dataclass
+class _Connection:
+    peer: Peer
+    last_seq: int
+
+
+class ControlServer:
+    """A ROUTER socket at ``path``, a path that is free. Answers from ``node``."""
+
+    def __init__(self, path: Path, handle_socket: Path, context: zmq.Context[zmq.Socket[bytes]], node: Node, log: Log):
+        self._node = node
+        self._log = log
+        self._handle_socket = handle_socket
+        self._connections: OrderedDict[bytes, _Connection] = OrderedDict()
+        self.socket = context.socket(zmq.ROUTER)
+        # An identity that is in use cannot be taken over: replies go to who asked.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, codec.CONTROL_LIMIT)
+        self.socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
+        self.socket.setsockopt(zmq.SNDHWM, QUEUED_REQUESTS)
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        try:
+            self.socket.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise OsFailure(f"control socket {path}: {error.strerror}", path=str(path)) from error
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def serve(self) -> None:
+        """Answer what is waiting, up to a batch."""
+        for _ in range(BATCH):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            identity = frames[0].bytes
+            peer = peer_of_address(str(frames[-1].get("Peer-Address")))
+            answer = self._answer(identity, peer, [frame.bytes for frame in frames[1:]])
+            self.socket.send_multipart([identity, answer], zmq.NOBLOCK)
+
+    def _answer(self, identity: bytes, peer: Peer, frames: list[bytes]) -> bytes:
+        """The encoded answer to one message, whatever it is."""
+        seq = 0
+        try:
+            if len(frames) != 1:
+                raise BadMessage(f"a message of {len(frames)} frames; allowed: 1")
+            request = codec.decode_request(frames[0])
+            seq = request.seq
+            self._check_order(identity, peer, request)
+            return codec.encode(self._dispatch(request, peer))
+        except KvdError as error:
+            self._log.info("request refused", peer=str(peer), code=error.code, reason=error.message)
+            return codec.encode(ErrorReply(seq, error.code, error.message, error.facts))
+        except Exception as error:  # noqa: BLE001 - whatever one message does, the daemon goes on
+            self._log.exception("request failed", peer=str(peer))
+            reason = f"the daemon failed: {type(error).__name__}; its log says more"
+            return codec.encode(ErrorReply(seq, KvdError.code, reason, {}))
+
+    def _check_order(self, identity: bytes, peer: Peer, request: Request) -> None:
+        """A connection says hello in a version spoken here first, and its sequence numbers rise from 1.
+
+        Raises `UnsupportedVersion` or `Replayed`.
+        """
+        known = self._connections.get(identity)
+        if known is None or known.peer != peer:
+            if not isinstance(request, messages.Hello):
+                raise UnsupportedVersion(f"none: {type(request).__name__} came before Hello", SPOKEN_VERSIONS)
+            known = _Connection(peer, 0)
+        if request.seq <= known.last_seq:
+            raise Replayed(request.seq, known.last_seq)
+        if isinstance(request, messages.Hello):
+            require_version(request.major, request.minor)
+        known.last_seq = request.seq
+        self._connections[identity] = known
+        self._connections.move_to_end(identity)
+        if len(self._connections) > REMEMBERED_CONNECTIONS:
+            self._connections.popitem(last=False)
+
+    def _dispatch(self, request: Request, peer: Peer) -> Reply:
+        node = self._node
+        if isinstance(request, messages.Hello):
+            return self._welcome(request)
+        if isinstance(request, messages.Stat):
+            return messages.Stats(request.seq, node_stats(node))
+        lease = node.leases.find(request.lease, peer)
+        match request:
+            case messages.CreateSession():
+                node.require_accepting()
+                return node.sessions.create(lease, request)
+            case messages.OpenSession():
+                node.require_accepting()
+                return node.sessions.open(lease, request)
+            case messages.ExtendSession():
+                node.require_accepting()
+                return node.sessions.extend(lease, request)
+            case messages.TruncateSession():
+                return node.sessions.truncate(lease, request)
+            case messages.DetachSession():
+                return node.sessions.detach(lease, request)
+            case messages.CloseSession():
+                return node.sessions.close(lease, request)
+            case messages.AllocateDevice():
+                node.require_accepting()
+                if request.session:
+                    node.sessions.require_holder(lease, request.session)
+                return node.device_memory.allocate(lease, request)
+            case messages.FreeDevice():
+                return node.device_memory.free(lease, request)
+
+    def _welcome(self, request: messages.Hello) -> messages.Welcome:
+        require_client_name(request.client)
+        return messages.Welcome(
+            seq=request.seq,
+            major=PROTOCOL_MAJOR,
+            minor=min(PROTOCOL_MINOR, request.minor),
+            daemon_version=__version__,
+            epoch=self._node.leases.epoch,
+            handle_socket=str(self._handle_socket),
+            extent_bytes=self._node.host.extent_bytes,
+            devices=self._node.devices,
+        )

@@ -1,0 +1,77 @@
+"""One session: its header, its page table, its blocks, and who holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kvd.alloc.ledger import Account
+from kvd.leases import Lease
+from kvd.session_blocks import SessionBlocks
+from protocol.errors import SessionDamaged
+from protocol.session_state import SessionHeader, WorkerState, unpack_frame
+
+HOST_TIER = "host"
+
+
+class Session:
+    """A session and its memory. ``damage`` says what is wrong with it, if anything is; that does not heal.
+
+    ``grants`` are those that the holder was given for the blocks.
+    """
+
+    def __init__(self, header: SessionHeader, blocks: SessionBlocks, lease: Lease) -> None:
+        self.header = header
+        self.frames: tuple[int, ...] = ()
+        self.blocks = blocks
+        self.lease: Lease | None = lease
+        self.grants: list[int] = []
+        self.damage = ""
+
+    @property
+    def number(self) -> int:
+        return self.header.session
+
+    @property
+    def name(self) -> str:
+        return self.header.name
+
+    @property
+    def state(self) -> str:
+        """As `protocol.stats.SessionStats` has it."""
+        return "damaged" if self.damage else "held" if self.lease else "stored"
+
+    @property
+    def extents(self) -> set[int]:
+        """The extents that its pages lie in."""
+        return {unpack_frame(frame)[0] for frame in self.frames}
+
+    def account(self, purpose: str) -> Account:
+        """The account of one purpose of it: its holder's, or the daemon's own (lease 0) while it has none."""
+        return Account(HOST_TIER, self.lease.number if self.lease else 0, self.number, purpose)
+
+    def rewrite(self, frames: Sequence[int], **changes: Any) -> None:
+        """Change the page table and fields of the header; if writing them fails, nothing has changed here."""
+        header = dataclasses.replace(self.header, page_count=len(frames), **changes)
+        self.blocks.write(header, frames)
+        self.header, self.frames = header, tuple(frames)
+
+    def revoke_grants(self) -> None:
+        """The holder can claim the blocks no more."""
+        if self.lease is not None:
+            self.lease.revoke(*self.grants)
+        self.grants.clear()
+
+    def worker_state(self) -> WorkerState | None:
+        """What the worker last published; None, and the session is damaged, if that cannot be read."""
+        try:
+            return self.blocks.worker_state()
+        except SessionDamaged as error:
+            self.damage = self.damage or error.message
+            return None
+
+    def is_empty(self) -> bool:
+        """Whether nothing would be lost with it: no token acknowledged and no row committed."""
+        state = self.worker_state()
+        return state is not None and not self.damage and state.tokens == 0 and state.commit.rows == 0

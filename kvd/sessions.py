@@ -1,0 +1,333 @@
+"""Sessions: their names, their state blocks, their pages in host RAM, and which lease holds them.
+
+A session outlives the worker that holds it. Its memory stands on the account of the lease that holds it, or on the
+daemon's own (lease 0) while none does. Every verb either does all that it says or leaves session, memory and books as
+they were. The lifecycle is described in ``protocol/SPEC.md``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from kvd.alloc.ledger import Account, Ledger
+from kvd.config import LimitsConfig
+from kvd.leases import Lease
+from kvd.logs import Log
+from kvd.session import HOST_TIER, Session
+from kvd.session_blocks import SessionBlocks
+from kvd.tiers.host_ram import HostRam
+from protocol import messages
+from protocol.errors import (
+    FingerprintMismatch,
+    InvalidValue,
+    OsFailure,
+    SessionBusy,
+    SessionDamaged,
+    SessionExists,
+    StaleGeneration,
+    UnknownSession,
+)
+from protocol.handles import Extent, SharedMemory
+from protocol.layout import PAGE_ALIGNMENT, PAGE_TOKENS, round_up
+from protocol.messages import Done, PagesChanged, SessionOpened
+from protocol.session_state import SessionHeader, unpack_frame
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ENCODING_PATTERN = re.compile(r"[a-z0-9._-]{1,16}")
+FINGERPRINT_BYTES = 32
+LARGEST_COMMIT = 1 << 24
+"""Bytes of payload in a commit record."""
+LARGEST_TOKEN_CAPACITY = (1 << 31) - 1
+
+
+class Sessions:
+    """All sessions of the node. ``prefix`` begins the names of their shared memory."""
+
+    def __init__(self, epoch: int, prefix: str, ledger: Ledger, host: HostRam, limits: LimitsConfig, log: Log) -> None:
+        self._epoch = epoch
+        self._prefix = prefix
+        self._ledger = ledger
+        self._host = host
+        self._limits = limits
+        self._log = log
+        self._numbers = itertools.count(1)
+        self._handles = itertools.count(1)
+        self._sessions: dict[int, Session] = {}
+        self._by_name: dict[tuple[int, str], Session] = {}
+        ledger.add_auditor(HOST_TIER, lambda: sum(session.blocks.taken_bytes() for session in self))
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def held_by(self, lease: Lease) -> list[Session]:
+        return [session for session in self if session.lease is lease]
+
+    # Verbs: each checks first, then acts
+
+    def create(self, lease: Lease, request: messages.CreateSession) -> SessionOpened:
+        """Make a session of no pages, held by ``lease``."""
+        uid = lease.peer.uid
+        self._check_creation(request, uid)
+        header = SessionHeader(
+            epoch=self._epoch,
+            session=next(self._numbers),
+            generation=1,
+            uid=uid,
+            holder_pid=lease.peer.pid,
+            holder_start=lease.process.start,
+            page_bytes=request.page_bytes,
+            page_stride=round_up(request.page_bytes, PAGE_ALIGNMENT),
+            extent_bytes=self._host.extent_bytes,
+            token_capacity=request.token_capacity,
+            page_count=0,
+            commit_bytes=request.commit_bytes,
+            encoding=request.encoding,
+            fingerprint=request.fingerprint,
+            name=request.name,
+        )
+        nbytes = SessionBlocks.bytes_needed(header)
+        account = Account(HOST_TIER, lease.number, header.session, "session_state")
+        with self._ledger.reserve(account, nbytes, nbytes) as reservation:
+            blocks = SessionBlocks(self._prefix, header)
+            reservation.commit(nbytes)
+        session = Session(header, blocks, lease)
+        self._sessions[session.number] = session
+        self._by_name[uid, session.name] = session
+        return self._opened(session, lease, request.seq)
+
+    def open(self, lease: Lease, request: messages.OpenSession) -> SessionOpened:
+        """Have ``lease`` hold a stored session of its uid; the generation rises."""
+        session = self._by_name.get((lease.peer.uid, request.name))
+        if session is None:
+            raise UnknownSession(f"uid {lease.peer.uid} has no session {request.name!r}", name=request.name)
+        if session.lease is not None:
+            raise SessionBusy(
+                f"session {session.name!r} is held by lease {session.lease.number}, process {session.lease.peer.pid}, "
+                f"which is {'not known to be dead' if session.lease.quarantined else 'alive'}",
+                session=session.number,
+                lease=session.lease.number,
+                pid=session.lease.peer.pid,
+            )
+        header = session.header
+        if (request.fingerprint, request.encoding) != (header.fingerprint, header.encoding):
+            raise FingerprintMismatch(
+                f"session {session.name!r} was made by model {header.fingerprint.hex()} in encoding {header.encoding}, "
+                f"not {request.fingerprint.hex()} in {request.encoding[:16]}",
+                session=session.number,
+            )
+        self._require_intact(session)
+        session.rewrite(
+            session.frames,
+            generation=header.generation + 1,
+            holder_pid=lease.peer.pid,
+            holder_start=lease.process.start,
+        )
+        self._hand_over(session, lease)
+        return self._opened(session, lease, request.seq)
+
+    def extend(self, lease: Lease, request: messages.ExtendSession) -> PagesChanged:
+        """Add pages at the end."""
+        session = self._held(lease, request.session, request.generation)
+        header = session.header
+        room = header.page_capacity - header.page_count
+        if not 1 <= request.pages <= room:
+            raise InvalidValue("pages", request.pages, f"1 to {room}, what session {session.name!r} has room for")
+        added = self._host.allocate_frames(
+            session.account("pages"), header.uid, header.page_stride, request.pages, header.page_bytes
+        )
+        try:
+            session.rewrite([*session.frames, *added])
+        except BaseException:
+            self._host.free_frames(added)
+            raise
+        return self._changed(session, lease, request.seq, added)
+
+    def truncate(self, lease: Lease, request: messages.TruncateSession) -> PagesChanged:
+        """Keep the first pages; the generation rises."""
+        session = self._held(lease, request.session, request.generation)
+        if not 0 <= request.pages <= session.header.page_count:
+            raise InvalidValue(
+                "pages", request.pages, f"0 to {session.header.page_count}, what session {session.name!r} has"
+            )
+        committed = session.blocks.worker_state().commit.rows
+        if committed > request.pages * PAGE_TOKENS:
+            raise InvalidValue(
+                "pages", request.pages, f"at least {-(-committed // PAGE_TOKENS)}, for the {committed} committed rows"
+            )
+        dropped = session.frames[request.pages :]
+        session.rewrite(session.frames[: request.pages], generation=session.header.generation + 1)
+        session.revoke_grants()
+        self._host.free_frames(dropped)
+        return self._changed(session, lease, request.seq, [])
+
+    def detach(self, lease: Lease, request: messages.DetachSession) -> Done:
+        """Let go of the session; it stays stored."""
+        session = self._held(lease, request.session, request.generation)
+        self._store(session)
+        return Done(request.seq)
+
+    def close(self, lease: Lease, request: messages.CloseSession) -> Done:
+        """End the session and give its memory back. One that is damaged and held by nobody any of its uid may close."""
+        session = self._session_of(lease, request.session)
+        if session.lease is not None or not session.damage:
+            self._require_holder(session, lease, request.generation)
+        self._end(session)
+        return Done(request.seq)
+
+    def require_holder(self, lease: Lease, number: int) -> None:
+        """Raise `UnknownSession` or `SessionBusy` unless ``lease`` holds the session; VRAM may stand on its account."""
+        session = self._session_of(lease, number)
+        self._require_holder(session, lease, session.header.generation)
+
+    # What happens to leases and memory
+
+    def lease_ended(self, lease: Lease) -> None:
+        """The process of ``lease`` is dead: its sessions are stored, those that never held anything end."""
+        for session in self.held_by(lease):
+            self._inspect(session)
+            empty = session.is_empty()
+            self._log.info("session let go", session=session.number, name=session.name, stored=not empty)
+            if empty:
+                self._end(session)
+            else:
+                self._store(session)
+
+    def inspect(self) -> None:
+        """Look for sessions whose memory was cut or scribbled over, and flag them."""
+        for session in self:
+            self._inspect(session)
+
+    def close_all(self) -> None:
+        """End every session."""
+        for session in self:
+            self._end(session)
+
+    # Steps
+
+    def _check_creation(self, request: messages.CreateSession, uid: int) -> None:
+        if not NAME_PATTERN.fullmatch(request.name):
+            raise InvalidValue("session name", request.name[:128], f"what matches {NAME_PATTERN.pattern}")
+        if len(request.fingerprint) != FINGERPRINT_BYTES:
+            raise InvalidValue("bytes of the fingerprint", len(request.fingerprint), f"{FINGERPRINT_BYTES}")
+        if not ENCODING_PATTERN.fullmatch(request.encoding):
+            raise InvalidValue("encoding", request.encoding[:64], f"what matches {ENCODING_PATTERN.pattern}")
+        limits = {
+            "page_bytes": (request.page_bytes, 1, self._host.extent_bytes),
+            "token_capacity": (request.token_capacity, 1, LARGEST_TOKEN_CAPACITY),
+            "commit_bytes": (request.commit_bytes, 0, LARGEST_COMMIT),
+            "number of sessions": (len(self._sessions) + 1, 1, self._limits.max_sessions),
+        }
+        for what, (value, least, most) in limits.items():
+            if not least <= value <= most:
+                raise InvalidValue(what, value, f"{least} to {most}")
+        if (uid, request.name) in self._by_name:
+            raise SessionExists(f"uid {uid} has a session {request.name!r} already", name=request.name)
+
+    def _session_of(self, lease: Lease, number: int) -> Session:
+        session = self._sessions.get(number)
+        if session is None or session.header.uid != lease.peer.uid:
+            raise UnknownSession(f"uid {lease.peer.uid} has no session number {number}", session=number)
+        return session
+
+    def _require_holder(self, session: Session, lease: Lease, generation: int) -> None:
+        if session.lease is not lease:
+            holder = f"lease {session.lease.number}" if session.lease else "no lease"
+            raise SessionBusy(
+                f"session {session.name!r} is held by {holder}, not by lease {lease.number}", session=session.number
+            )
+        if generation != session.header.generation:
+            raise StaleGeneration(session.name, generation, session.header.generation)
+
+    def _held(self, lease: Lease, number: int, generation: int) -> Session:
+        """The intact session that ``lease`` holds at this generation."""
+        session = self._session_of(lease, number)
+        self._require_holder(session, lease, generation)
+        self._require_intact(session)
+        return session
+
+    def _inspect(self, session: Session) -> None:
+        """Flag the session if its memory was cut."""
+        if session.damage:
+            return
+        cut = session.extents.intersection(self._host.damaged_extents())
+        if cut:
+            session.damage = f"extents {sorted(cut)}, where pages of session {session.number} lie, were cut"
+        elif not session.blocks.worker.is_intact():
+            session.damage = f"the worker block of session {session.number} was cut"
+        else:
+            session.worker_state()
+        if session.damage:
+            self._log.warning("session damaged", session=session.number, name=session.name, reason=session.damage)
+
+    def _require_intact(self, session: Session) -> None:
+        self._inspect(session)
+        if session.damage:
+            raise SessionDamaged(session.damage, session=session.number, generation=session.header.generation)
+
+    def _hand_over(self, session: Session, lease: Lease | None) -> None:
+        """Move the session and its memory to the account of ``lease``, or to the daemon's own."""
+        before, nbytes = session.account("session_state"), session.blocks.nbytes
+        session.lease = lease
+        self._ledger.transfer(before, session.account("session_state"), nbytes, nbytes)
+        self._host.move_frames(session.frames, session.account("pages"))
+
+    def _store(self, session: Session) -> None:
+        """Have nobody hold the session."""
+        session.revoke_grants()
+        self._hand_over(session, None)
+        try:
+            session.rewrite(session.frames, holder_pid=0, holder_start=0)
+        except OsFailure as error:  # the daemon's own uid cut the block, and the mount is full
+            session.damage = session.damage or error.message
+
+    def _end(self, session: Session) -> None:
+        """Forget the session and give its memory back."""
+        session.revoke_grants()
+        del self._sessions[session.number]
+        del self._by_name[session.header.uid, session.name]
+        self._host.free_frames(session.frames)
+        nbytes = session.blocks.nbytes
+        session.blocks.destroy()
+        self._ledger.release(session.account("session_state"), nbytes, nbytes)
+
+    def _opened(self, session: Session, lease: Lease, seq: int) -> SessionOpened:
+        blocks = {True: session.blocks.daemon, False: session.blocks.worker}
+        memory = {
+            read_only: self._share(lease, segment.nbytes, read_only, partial(segment.open_fd, read_only=read_only))
+            for read_only, segment in blocks.items()
+        }
+        session.grants = [part.grant for part in memory.values()]
+        return SessionOpened(
+            seq=seq,
+            session=session.number,
+            generation=session.header.generation,
+            page_count=session.header.page_count,
+            daemon_block=memory[True],
+            worker_block=memory[False],
+            extents=self._new_extents(lease, session.extents),
+        )
+
+    def _changed(self, session: Session, lease: Lease, seq: int, added: Sequence[int]) -> PagesChanged:
+        extents = self._new_extents(lease, {unpack_frame(frame)[0] for frame in added})
+        header = session.header
+        return PagesChanged(seq, header.session, header.generation, header.page_count, extents)
+
+    def _new_extents(self, lease: Lease, extents: set[int]) -> list[Extent]:
+        """Grants of those extents that ``lease`` was not given before."""
+        granted = []
+        for number in sorted(extents - lease.extents):
+            open_descriptor = partial(self._host.open_fd, number, read_only=False)
+            granted.append(Extent(number, self._share(lease, self._host.extent_bytes, False, open_descriptor)))
+            self._host.granted(number, lease.number)
+            lease.extents.add(number)
+        return granted
+
+    def _share(self, lease: Lease, nbytes: int, read_only: bool, open_descriptor: Callable[[], int]) -> SharedMemory:
+        handle = next(self._handles)
+        return SharedMemory(handle, nbytes, read_only, lease.grant(handle, open_descriptor))
