@@ -46,11 +46,12 @@ _MICROSECONDS = 1e3  # events count milliseconds
 class Work:
     """What one case runs.
 
-    ``launch(run)`` is captured for run = 0 … ``runs`` − 1 in one graph; every run should have fresh inputs, and together
-    they should exceed the L2 where the real thing would. Below about 10 µs use 100 runs or more, so that the graph's own
-    launch (some 6 µs) does not count. ``reset`` is called before each replay, untimed. ``check`` is called once after the
-    last replay and raises if an output is wrong. ``torch`` is the same work done by torch, timed alike, if torch can do
-    it. ``floor`` is in the case's unit. ``payload`` is the bytes of one run, and makes a GB/s figure of a time.
+    ``launch(run)`` is captured for run = 0 … ``runs`` − 1 in one graph; every run should have fresh inputs, and all of
+    them together should exceed the L2 where the real thing would. Below about 10 µs use 100 runs or more, so that the
+    graph's own launch (some 6 µs) does not count. ``reset`` is called before each replay, untimed. ``check`` is called
+    once after the last replay and raises if an output is wrong. ``torch`` is the same work done by torch, timed alike,
+    if torch can do it. With ``without``, the figure is what ``launch`` takes beyond ``without``. ``floor`` is in the
+    case's unit. ``payload`` is the bytes of one run, and makes a figure in GB/s of a time.
     """
 
     launch: Launch
@@ -60,11 +61,12 @@ class Work:
     reset: Callable[[], object] | None = None
     check: Callable[[], object] | None = None
     torch: Launch | None = None
+    without: Launch | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A figure to take. ``unit`` is "µs" (the goal is an upper limit) or "GB/s" (a lower limit; `Work.payload` is needed).
+    """A figure to take. ``unit`` is "µs" (the goal is an upper limit) or "GB/s" (a lower one; needs `Work.payload`).
 
     ``baseline`` is the best peer's figure on the same card, where there is one.
     """
@@ -109,6 +111,8 @@ def run_cases(cases: Iterable[Case], floors: Floors) -> Iterator[Row]:
         time = graph_time(work.launch, work.runs, reset=work.reset)
         if work.check is not None:
             work.check()
+        if work.without is not None:
+            time -= graph_time(work.without, work.runs, reset=work.reset)
         yield Row(case.name, _figure(time, case, work), case.unit, work.floor, case.baseline, case.goal)
         if work.torch is not None:
             time = graph_time(work.torch, work.runs, reset=work.reset)
@@ -121,7 +125,7 @@ def graph_time(
     launch: Launch, runs: int, *, reset: Callable[[], object] | None = None, replays: int = REPLAYS
 ) -> float:
     """Median µs of one launch: ``runs`` launches in one graph, replayed ``replays`` times."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for run in range(runs):  # compiles what the capture may not
             launch(run)
@@ -160,7 +164,7 @@ def measure_floors() -> Floors:
 
 
 @triton.jit
-def _empty_kernel(pointer):  # type: ignore[no-untyped-def]
+def _empty_kernel(_pointer):  # type: ignore[no-untyped-def]
     tl.program_id(0)
 
 

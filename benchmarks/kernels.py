@@ -1,4 +1,4 @@
-"""``kvd-bench kernels``: every kernel by CUDA-graph replay, beside its floor. Cases are in ``benchmarks/kernels_*.py``."""
+"""``kvd-bench kernels``: every kernel by graph replay, beside its floor. Cases are in ``benchmarks/kernels_*.py``."""
 
 from __future__ import annotations
 
