@@ -47,6 +47,8 @@ $(BIN)/python:
 $(STAMP): pyproject.toml | $(BIN)/python
 ifeq ($(SYSTEM_PACKAGES),)
 	$(PIP) "$(TORCH)"
+else
+	@$(BIN)/python -c 'import torch, triton'
 endif
 	$(PIP) --editable ".[$(EXTRAS)]"
 	@touch $@

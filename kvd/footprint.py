@@ -106,15 +106,15 @@ class Footprint:
         row_bytes, block_bytes = self.encoding.rows.row_bytes, self.encoding.keys.block_bytes
         history, state = self.pages * page.stride, self.session_state_bytes
         hot_layer = self.hot_rows * row_bytes
-        tables = self.position_table_bytes + self.slot_table_bytes + self.address_table_bytes
+        tables = (self.position_table_bytes + self.slot_table_bytes, self.address_table_bytes)
         keys_layer = self.pages * block_bytes
         slabs = self.key_slabs(1) * VRAM_GRANULARITY
         return (
             Part("host", "pages", self.pages * PAGE_TOKENS * row_bytes, history, history),
             Part("host", "session_state", None, state, state),
-            _in_vram("hot_cache", hot_layer, hot_layer * page.layer_count),
+            _in_vram("hot_cache", hot_layer, (hot_layer * page.layer_count,)),
             _in_vram("tables", None, tables),
-            _in_vram("ring", None, self.ring_pages * page.stride),
+            _in_vram("ring", None, (self.ring_pages * page.stride,)),
             Part("vram", "index_keys", keys_layer, keys_layer * len(page.groups), slabs),
         )
 
@@ -142,5 +142,6 @@ class Footprint:
         return bisect.bisect_right(range(at_most + 1), limit, key=self.vram_bytes) - 1
 
 
-def _in_vram(purpose: str, layer_bytes: int | None, requested: int) -> Part:
-    return Part("vram", purpose, layer_bytes, requested, round_up(requested, VRAM_GRANULARITY))
+def _in_vram(purpose: str, layer_bytes: int | None, allocations: tuple[int, ...]) -> Part:
+    committed = sum(round_up(nbytes, VRAM_GRANULARITY) for nbytes in allocations)
+    return Part("vram", purpose, layer_bytes, sum(allocations), committed)
