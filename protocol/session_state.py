@@ -318,8 +318,7 @@ def read_worker_state(fd: int, layout: WorkerBlockLayout, session: int) -> Worke
         try:
             return _read_worker_state(fd, fixed, layout, session)
         except SessionDamaged:
-            word = slice(_COMMIT_SEQUENCE, _COMMIT_SEQUENCE + 8)
-            if os.pread(fd, 8, _COMMIT_SEQUENCE) == fixed[word]:
+            if os.pread(fd, _RECORDS, 0) == fixed:
                 raise
     return _read_worker_state(fd, os.pread(fd, _RECORDS, 0), layout, session)
 
