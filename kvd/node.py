@@ -82,7 +82,7 @@ class Node:
         lease.quarantined = True
         lease.revoke_all()
         nbytes = self.ledger.quarantine(lease.number)
-        self._log.warning("lease quarantined", lease=lease.number, peer=str(lease.peer), committed=nbytes)
+        self._log.info("lease quarantined", lease=lease.number, peer=str(lease.peer), committed=nbytes)
         return False
 
     def lease_ended(self, lease: Lease) -> None:
