@@ -157,6 +157,15 @@ def test_encoding_keeps_the_limits():
         codec.encode_handle(messages.LeaseOpen(1, 0, "x" * HANDLE_LIMIT))
 
 
+@pytest.mark.parametrize(
+    "data", [{"type": "x" * 4000}, {"type": "stat", "seq": 1, "é" * 2000: 1}], ids=["type", "field"]
+)
+def test_a_refusal_does_not_repeat_all_that_was_sent(data):
+    with pytest.raises(BadMessage) as refused:
+        codec.decode_request(_PACK(data))
+    assert len(refused.value.message) < 300
+
+
 @pytest.mark.parametrize("value", [INT_MIN, -1, 0, INT_MAX])
 def test_integers_of_64_bits_pass(value):
     assert codec.decode_request(codec.encode(messages.Stat(value))) == messages.Stat(value)
