@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvd import __version__, config, logs, plan
+from kvd.arguments import Parser
 from kvd.config import KEYS, Config
 from kvd.daemon import Daemon
-from protocol.errors import EXIT_USAGE, KvdError
+from protocol.errors import KvdError
 
 _EXAMPLES = """examples:
   kvd run --device cpu --run-dir /tmp/kvd --host-capacity 4GiB    # no GPU needed
@@ -27,14 +28,6 @@ exit status: 0 done, 64 wrong arguments, 69 no such device, 71 refused by the sy
 _SETTINGS_NOTE = """Each setting can also be a key of /etc/kvd/kvd.toml or of a file in /etc/kvd/kvd.d, or a variable
 such as KVD_HOST_CAPACITY. Flags override variables, variables override files. docs/configure.md explains all settings.
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """Exits with 64, as every command of kvd does, when the arguments are wrong."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        self.print_usage(sys.stderr)
-        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +45,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvd",
         description="A per-node memory tier for the KV history of long conversations.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvd {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
@@ -64,9 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name,
             help=summary,
-            description=summary.capitalize() + ".",
+            description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=_SETTINGS_NOTE,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_settings(sub)
         if name == "print-config":
