@@ -20,8 +20,8 @@ from kvd.units import format_bytes
 from protocol.errors import KvdError
 from protocol.stats import LeaseStats, NodeStats, SessionStats, TierStats
 
-_EPILOG = """requested (logical) is what was asked for, committed (real) what the operating system or the driver gave up for
-it, capacity the limit. docs/operate.md explains every field. Exit status: 69 if no daemon answers.
+_EPILOG = """requested (logical) is what was asked for, committed (real) what the system or the driver gave for it,
+capacity the limit. docs/operate.md explains every field. Exit status: 69 if no daemon answers.
 
 examples:
   kvd-stat
