@@ -50,9 +50,25 @@ def _cuda_context() -> None:
         torch.zeros(1, device="cuda").add_(1).cpu()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_leaks_of_module(request: pytest.FixtureRequest, _cuda_context: None) -> Iterator[None]:
+    """The check of ``_no_leaks`` once for all tests of a module that is marked ``leaks_per_module``."""
+    if request.node.get_closest_marker("leaks_per_module"):
+        yield from _check_leaks()
+    else:
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _no_leaks(_cuda_context: None) -> Iterator[None]:
+def _no_leaks(request: pytest.FixtureRequest, _cuda_context: None) -> Iterator[None]:
     """Fail a test that leaves open files, shared memory, threads or child processes behind."""
+    if request.node.get_closest_marker("leaks_per_module"):
+        yield
+    else:
+        yield from _check_leaks()
+
+
+def _check_leaks() -> Iterator[None]:
     before = Holdings.now()
     yield
     if left := before.left_behind():
