@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 PROJECT = Path(__file__).resolve().parents[2]
 
 PREAMBLE = """
-import os
+import ctypes, os
 from cuda.bindings import driver as cuda
 from kvd.alloc.ledger import Account, Ledger
 from kvd.tiers.driver_cuda import CudaDriver
@@ -97,12 +97,12 @@ def test_memory_reads_zero_when_it_is_created_again() -> None:
             context = checked(cuda.cuDevicePrimaryCtxRetain(checked(cuda.cuDeviceGet(0))))
             checked(cuda.cuCtxSetCurrent(context))
             handle, address = import_and_map(vram.fd(allocation.handle), nbytes)
-            content = bytearray(nbytes)
-            checked(cuda.cuMemcpyDtoH(content, address, nbytes))
-            assert not any(content)
+            content = (ctypes.c_ubyte * nbytes)()
+            checked(cuda.cuMemcpyDtoH(ctypes.addressof(content), address, nbytes))
+            assert bytes(content) == bytes(nbytes)
             checked(cuda.cuMemsetD8(address, 0xA5, nbytes))
-            checked(cuda.cuMemcpyDtoH(content, address, nbytes))
-            assert content == b"\\xa5" * nbytes
+            checked(cuda.cuMemcpyDtoH(ctypes.addressof(content), address, nbytes))
+            assert bytes(content) == b"\\xa5" * nbytes
             checked(cuda.cuMemUnmap(address, nbytes))
             checked(cuda.cuMemAddressFree(address, nbytes))
             checked(cuda.cuMemRelease(handle))
