@@ -1,0 +1,183 @@
+"""A worker as a process of its own, for tests to kill: it goes to a point, says so, and stays there.
+
+Run as ``python -m tests.blackbox.worker_process RUN_DIR POINT``. What it prints is one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from compute.client import Client
+from protocol.messages import SessionOpened
+from protocol.session_state import WorkerBlock, WorkerBlockLayout, unpack_daemon_block, unpack_frame
+from tests.blackbox.daemon_process import clean_environment
+from tests.blackbox.raw import FINGERPRINT
+
+PAGE_BYTES = 5000
+TOKEN_CAPACITY = 64 * 600
+COMMIT_BYTES = 16
+
+
+class WorkerProcess:
+    """The process, at its point. ``facts`` is what it said there."""
+
+    def __init__(self, run_dir: Path, point: str, *, uid: int | None = None, session: str = "victim") -> None:
+        command = [sys.executable, "-m", "tests.blackbox.worker_process", str(run_dir), point, session]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_environment(), user=uid
+        )
+        self.facts = self.read()
+
+    @property
+    def lease(self) -> int:
+        return int(self.facts["lease"])
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def read(self) -> dict[str, Any]:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the worker ended with status {self.process.wait()}"
+        facts: dict[str, Any] = json.loads(line)
+        return facts
+
+    def go_on(self) -> None:
+        """Have it leave its point."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL, without waiting for the end."""
+        self.process.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+class Steps:
+    """What the process does, one method a point; each goes through those before it."""
+
+    def __init__(self, run_dir: Path, session: str) -> None:
+        self.client = Client(run_dir, name="victim")
+        self._session = session
+        self._opened: SessionOpened | None = None
+        self._generation = 1
+        self._segments: dict[int, int] = {}
+
+    def lease(self) -> None:
+        """Nothing but the lease."""
+
+    def allocated(self) -> None:
+        """With VRAM: one claimed, one not; some of it for temporaries."""
+        self.client.claim(self.client.allocate_device("cpu", 3 << 20, "ring"))
+        self.client.allocate_device("cpu", 1, "tables")
+        temporary = self.client.allocate_device("cpu", 5 << 20, "temporary")
+        self.client.free_device(temporary.handle)
+
+    def created(self) -> None:
+        """With a session of no pages."""
+        self.allocated()
+        self._opened = self.client.create_session(
+            self._session,
+            fingerprint=FINGERPRINT,
+            encoding="q8g64",
+            page_bytes=PAGE_BYTES,
+            token_capacity=TOKEN_CAPACITY,
+            commit_bytes=COMMIT_BYTES,
+        )
+
+    def extended(self) -> None:
+        """With pages, nothing committed."""
+        self.created()
+        self._extend(3)
+
+    def committed(self) -> None:
+        """With three pages written, tokens logged and 150 rows committed."""
+        self.extended()
+        opened = self.opened
+        header, frames = unpack_daemon_block(os.pread(self.client.claim(opened.daemon_block), 1 << 20, 0))
+        for page, frame in enumerate(frames):
+            extent, index = unpack_frame(frame)
+            os.pwrite(self._segments[extent], bytes([page + 1]) * PAGE_BYTES, index * header.page_stride)
+        publish(self.client.claim(opened.worker_block), opened, tokens=160, rows=150)
+
+    def extending(self) -> None:
+        """Extends all the time, from the moment on that this is said."""
+        self.committed()
+        self.say()
+        while True:
+            for _ in range(100):
+                self._extend(5)
+            self.client.truncate_session(self.opened.session, self._generation, 3)
+            self._generation += 1
+
+    def disconnected(self) -> None:
+        """Alive, but its connections are closed."""
+        self.committed()
+        self.client.close()
+
+    def forked(self) -> None:
+        """With a child that keeps every descriptor, the lease's connection included, and outlives it."""
+        self.committed()
+        os.dup(self.client._handles.fileno())  # the client closes its own in a forked child
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+
+    @property
+    def opened(self) -> SessionOpened:
+        assert self._opened is not None
+        return self._opened
+
+    def _extend(self, pages: int) -> None:
+        changed = self.client.extend_session(self.opened.session, self._generation, pages)
+        for extent in changed.extents:
+            self._segments[extent.number] = self.client.claim(extent.memory)
+
+    def say(self) -> None:
+        sys.stdout.write(json.dumps({"lease": self.client.lease.number, "pid": os.getpid()}) + "\n")
+        sys.stdout.flush()
+
+
+def publish(fd: int, opened: SessionOpened, *, tokens: int, rows: int) -> None:
+    """Log tokens 0, 1, 2, … and commit ``rows`` rows in the worker block behind ``fd``, which is closed."""
+    mapped = mmap.mmap(fd, opened.worker_block.nbytes)
+    os.close(fd)
+    block = WorkerBlock(memoryview(mapped), WorkerBlockLayout(TOKEN_CAPACITY, COMMIT_BYTES), opened.session)
+    block.append_tokens(range(tokens))
+    block.logical_rows = rows
+    block.publish_commit(opened.generation, rows, b"payload")
+    block.release()
+    mapped.close()
+
+
+def main() -> None:
+    steps = Steps(Path(sys.argv[1]), sys.argv[3])
+    point: Callable[[], None] = getattr(steps, sys.argv[2])
+    point()
+    steps.say()
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main()
