@@ -51,17 +51,18 @@ def _cuda_context() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_leaks_of_module(request: pytest.FixtureRequest, _cuda_context: None) -> Iterator[None]:
-    """The check of ``_no_leaks`` once for all tests of a module that is marked ``leaks_per_module``."""
-    if request.node.get_closest_marker("leaks_per_module"):
-        yield from _check_leaks()
-    else:
-        yield
+def _no_leaks_of_module(_cuda_context: None) -> Iterator[None]:
+    """What ``_no_leaks`` looks for, after the module's own daemons and workers have ended."""
+    yield from _check_leaks()
 
 
 @pytest.fixture(autouse=True)
 def _no_leaks(request: pytest.FixtureRequest, _cuda_context: None) -> Iterator[None]:
-    """Fail a test that leaves open files, shared memory, threads or child processes behind."""
+    """Fail a test that leaves open files, shared memory, threads or child processes behind.
+
+    In a module marked ``leaks_per_module``, where tests share a worker that opens things as it goes, only the check after
+    the module is made.
+    """
     if request.node.get_closest_marker("leaks_per_module"):
         yield
     else:
