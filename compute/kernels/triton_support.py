@@ -1,0 +1,49 @@
+"""What the Triton kernels share: pointers from addresses, exact rounding, and seeded delays for race tests.
+
+Nothing here depends on the GPU's maker, and all of it runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run in Triton's interpreter, on the CPU. Decided when triton is imported."""
+
+
+@triton.jit
+def load_pointer(record, FIELD: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The address in field ``FIELD`` of an int64 record, as a pointer to ``TYPE``."""
+    return tl.load(record + FIELD).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def round_half_even(x):  # type: ignore[no-untyped-def]
+    """float32 ``x`` to an integer, ties to even; |x| < 2**22. At 1.5 * 2**23 a float32 has no fraction left."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def bfloat16_bits(x):  # type: ignore[no-untyped-def]
+    """The bits, int32, of finite float32 ``x`` rounded to bfloat16, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+
+
+@triton.jit
+def delay(SEED: tl.constexpr, round_number, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Spin for a pseudo-random time, up to some 10 µs, that differs by program, round and place; nothing for seed 0.
+
+    For tests: it moves the programs of one launch against each other, so that a missing order between them shows.
+    """
+    if SEED != 0:
+        program = tl.program_id(0) * 131 + tl.program_id(1)
+        state = (program + PLACE * 7919 + round_number * 104729 + SEED).to(tl.uint32) * 2654435761
+        state = state ^ (state >> 15)
+        turns = ((state >> 20) & 0xFFF).to(tl.int32)
+        while turns > 0:
+            state = state * 1664525 + 1013904223
+            turns = tl.where(state == 0, 0, turns - 1)
