@@ -1,6 +1,7 @@
 """A worker as a process of its own, for tests to kill: it goes to a point, says so, and stays there.
 
-Run as ``python -m tests.blackbox.worker_process RUN_DIR POINT``. What it prints is one JSON object a line.
+Run as ``python -m tests.blackbox.worker_process RUN_DIR POINT SESSION``; it prints one JSON object a line. With a
+star after the point a child goes there and is killed, again for every line on standard input.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -111,6 +112,11 @@ class Steps:
         self.created()
         self._extend(3)
 
+    def tokens_only(self) -> None:
+        """With seven acknowledged tokens and no row committed."""
+        self.created()
+        publish(self.client.claim(self.opened.worker_block), self.opened, tokens=7, rows=0)
+
     def committed(self) -> None:
         """With three pages written, tokens logged and 150 rows committed."""
         self.extended()
@@ -165,18 +171,35 @@ def publish(fd: int, opened: SessionOpened, *, tokens: int, rows: int) -> None:
     os.close(fd)
     block = WorkerBlock(memoryview(mapped), WorkerBlockLayout(TOKEN_CAPACITY, COMMIT_BYTES), opened.session)
     block.append_tokens(range(tokens))
-    block.logical_rows = rows
-    block.publish_commit(opened.generation, rows, b"payload")
+    if rows:
+        block.logical_rows = rows
+        block.publish_commit(opened.generation, rows, b"payload")
     block.release()
     mapped.close()
 
 
 def main() -> None:
-    steps = Steps(Path(sys.argv[1]), sys.argv[3])
-    point: Callable[[], None] = getattr(steps, sys.argv[2])
-    point()
+    run_dir, point, session = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    if point.endswith("*"):
+        _die_repeatedly(run_dir, point[:-1], session)
+        return
+    steps = Steps(run_dir, session)
+    getattr(steps, point)()
     steps.say()
     sys.stdin.readline()
+
+
+def _die_repeatedly(run_dir: Path, point: str, session: str) -> None:
+    """For every line that is read, have a child go to the point and kill itself there."""
+    while True:
+        if os.fork() == 0:
+            steps = Steps(run_dir, session)
+            getattr(steps, point)()
+            steps.say()
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.wait()
+        if not sys.stdin.readline():
+            return
 
 
 if __name__ == "__main__":
