@@ -60,8 +60,8 @@ def _no_leaks_of_module(_cuda_context: None) -> Iterator[None]:
 def _no_leaks(request: pytest.FixtureRequest, _cuda_context: None) -> Iterator[None]:
     """Fail a test that leaves open files, shared memory, threads or child processes behind.
 
-    In a module marked ``leaks_per_module``, where tests share a worker that opens things as it goes, only the check after
-    the module is made.
+    In a module marked ``leaks_per_module``, where tests share a worker that opens things as it goes, this is looked at
+    after the module only.
     """
     if request.node.get_closest_marker("leaks_per_module"):
         yield
