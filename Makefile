@@ -30,8 +30,6 @@ ifneq ($(filter-out 0,$(KVD_USE_SYSTEM_TORCH)),)
 SYSTEM_PACKAGES := --system-site-packages
 endif
 
-export OMP_NUM_THREADS ?= 2
-
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format bench clean
 
@@ -56,6 +54,8 @@ endif
 demo: $(STAMP) ## Decode a text file's history in both modes (TEXT=path DEVICE=cpu|cuda JSON=1)
 	@$(BIN)/python -m compute.demo --device $(DEVICE) $(if $(TEXT),--text "$(TEXT)") $(if $(filter-out 0,$(JSON)),--json)
 
+# The processes of the test run share the machine's cores.
+test: export OMP_NUM_THREADS ?= 1
 test: lint ## Check style, types and imports, then run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
