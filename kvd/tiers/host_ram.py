@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from kvd.alloc.ledger import Account, Ledger
-from kvd.alloc.sizes import LARGEST_SIZE, require_size
+from kvd.alloc.sizes import require_multiple, require_size
 from kvd.tiers.extent import Extent, Holding
 from kvd.tiers.segment import Progress, create_segments, require_name
 from protocol.errors import InvalidValue, OutOfCapacity, UnknownHandle
@@ -264,10 +264,3 @@ class HostRam:
             leases = sorted(set().union(*(extent.grants for extent in waiting)))
             holders.append(f"{len(waiting)} unassigned extents that leases {leases} may still map")
         return OutOfCapacity(self._tier, count * stride, found * stride, self._ledger.capacity(self._tier), holders)
-
-
-def require_multiple(what: str, value: int, unit: int, most: int = LARGEST_SIZE) -> int:
-    """``value``, which must be a multiple of ``unit``, not 0 and at most ``most``; raises `InvalidValue` otherwise."""
-    if require_size(what, value, unit, most) % unit:
-        raise InvalidValue(what, value, f"a multiple of {unit}")
-    return value
