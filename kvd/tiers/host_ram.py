@@ -239,7 +239,7 @@ class HostRam:
             extent.unassign()
 
     def _look_up(self, frames: Iterable[int]) -> dict[tuple[Extent, Holding], list[int]]:
-        """Indices of frames in use, by extent and holder. Raises `UnknownHandle` if one is not in use or comes twice."""
+        """Indices of frames in use, by extent and holder. Raises `UnknownHandle` for one not in use or given twice."""
         found: defaultdict[tuple[Extent, Holding], list[int]] = defaultdict(list)
         seen: set[int] = set()
         for frame in frames:
