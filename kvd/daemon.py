@@ -23,18 +23,15 @@ from kvd.notify import Notifier
 from kvd.run_dir import RunDir
 from kvd.server import ControlServer
 from kvd.tiers.segment import remove_stale
-from protocol.errors import KvdError, OsFailure
+from protocol.errors import OsFailure
 
 CHECK_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Interrupted(KvdError):
+class _Interrupted(Exception):
     """A signal to stop came before the daemon was ready."""
-
-    code = "interrupted"
-    exit_status = 0
 
 
 class Daemon:
@@ -52,6 +49,12 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until a signal to stop, then drain. Raises the typed error of whatever keeps it from starting."""
+        try:
+            self._serve()
+        except _Interrupted:
+            self._log.info("stopped before it was ready")
+
+    def _serve(self) -> None:
         with ExitStack() as cleanup:
             self._watch_signals(cleanup)
             run_dir = RunDir(self._config)
@@ -101,7 +104,7 @@ class Daemon:
     def _populated(self, done: int, total: int) -> None:
         """Progress of taking host RAM, in the log; and the place where a signal to stop ends it."""
         if self._stopping:
-            raise Interrupted("told to stop while taking host RAM")
+            raise _Interrupted
         now = time.monotonic()
         if now - self._last_progress >= PROGRESS_INTERVAL_S or done == total:
             self._last_progress = now

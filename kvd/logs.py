@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
+from typing import TextIO, cast
 
 import structlog
 
 from kvd.config import LogConfig
 
 Log = structlog.stdlib.BoundLogger
+
+
+class _StandardError:
+    """Standard error that may be gone, or on a full disk: what cannot be written is lost, and nothing else is."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
 
 
 def configure(config: LogConfig) -> Log:
@@ -26,7 +40,7 @@ def configure(config: LogConfig) -> Log:
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _StandardError())),
         cache_logger_on_first_use=True,
     )
     log: Log = structlog.get_logger()

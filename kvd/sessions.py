@@ -190,7 +190,7 @@ class Sessions:
     def lease_ended(self, lease: Lease) -> None:
         """The process of ``lease`` is dead: its sessions are stored, those that never held anything end."""
         for session in self.held_by(lease):
-            self._inspect(session)
+            self._inspect(session, self._host.damaged_extents())
             empty = session.is_empty()
             self._log.info("session let go", session=session.number, name=session.name, stored=not empty)
             if empty:
@@ -200,8 +200,9 @@ class Sessions:
 
     def inspect(self) -> None:
         """Look for sessions whose memory was cut or scribbled over, and flag them."""
+        cut = self._host.damaged_extents()
         for session in self:
-            self._inspect(session)
+            self._inspect(session, cut)
 
     def close_all(self) -> None:
         """End every session."""
@@ -251,24 +252,28 @@ class Sessions:
         self._require_intact(session)
         return session
 
-    def _inspect(self, session: Session) -> None:
-        """Flag the session if its memory was cut."""
+    def _inspect(self, session: Session, cut: Sequence[int]) -> None:
+        """Flag the session if its memory, ``cut`` being the damaged extents, was cut or makes no sense."""
         if session.damage:
             return
-        cut = session.extents.intersection(self._host.damaged_extents())
-        if cut:
-            session.damage = f"extents {sorted(cut)}, where pages of session {session.number} lie, were cut"
+        lost = session.extents.intersection(cut)
+        if lost:
+            session.damage = f"extents {sorted(lost)}, where pages of it lie, were cut"
         elif not session.blocks.worker.is_intact():
-            session.damage = f"the worker block of session {session.number} was cut"
+            session.damage = "its worker block was cut"
         else:
             session.worker_state()
         if session.damage:
             self._log.warning("session damaged", session=session.number, name=session.name, reason=session.damage)
 
     def _require_intact(self, session: Session) -> None:
-        self._inspect(session)
+        self._inspect(session, self._host.damaged_extents())
         if session.damage:
-            raise SessionDamaged(session.damage, session=session.number, generation=session.header.generation)
+            raise SessionDamaged(
+                f"session {session.number} {session.name!r} is damaged: {session.damage}",
+                session=session.number,
+                generation=session.header.generation,
+            )
 
     def _hand_over(self, session: Session, lease: Lease | None) -> None:
         """Move the session and its memory to the account of ``lease``, or to the daemon's own."""

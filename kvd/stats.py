@@ -47,6 +47,7 @@ def _tier(ledger: Ledger, tier: str) -> TierStats:
     purposes = [
         PurposeStats(purpose, part.requested, part.committed, part.peak_requested, part.peak_committed)
         for purpose, part in sorted(ledger.purposes(tier).items())
+        if part.peak_committed or part.reserved
     ]
     return TierStats(
         tier=tier,

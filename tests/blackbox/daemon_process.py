@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +22,7 @@ START_TIMEOUT_S = 30.0
 class DaemonProcess:
     """``kvd run`` with ``settings`` (``host_capacity="64MiB"`` becomes a flag), ended with the ``with`` block."""
 
-    def __init__(self, run_dir: Path, *, command: tuple[str, ...] = (sys.executable, "-m", "kvd"), **settings: str):
+    def __init__(self, run_dir: Path, command: Sequence[str] = (sys.executable, "-m", "kvd"), /, **settings: str):
         self.run_dir = run_dir
         self._log_path = run_dir.parent / f"{run_dir.name}.log"
         sizes = {"device": "cpu", "host_capacity": "64MiB", "host_extent": "4MiB", "vram_capacity": "64MiB"}
@@ -53,6 +54,11 @@ class DaemonProcess:
         links = Path(f"/proc/{self.process.pid}/fd").iterdir()
         targets = {os.readlink(link) for link in links}
         return sorted(target for target in targets if target.startswith("/dev/shm/kvd"))
+
+    @staticmethod
+    def segments_left(names: list[str]) -> list[str]:
+        """Those of ``names`` that are still there."""
+        return [name for name in names if Path(name).exists()]
 
     def stat(self) -> NodeStats:
         return ask_stats(self.run_dir)

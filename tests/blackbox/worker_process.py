@@ -1,11 +1,12 @@
 """A worker as a process of its own, for tests to kill: it goes to a point, says so, and stays there.
 
-Run as ``python -m tests.blackbox.worker_process RUN_DIR POINT SESSION``; it prints one JSON object a line. With a
+Run as ``python -m tests.blackbox.worker_process RUN_DIR POINT SESSION UID``; it prints one JSON object a line. With a
 star after the point a child goes there and is killed, again for every line on standard input.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -32,11 +33,13 @@ class WorkerProcess:
     """The process, at its point. ``facts`` is what it said there."""
 
     def __init__(self, run_dir: Path, point: str, *, uid: int | None = None, session: str = "victim") -> None:
-        command = [sys.executable, "-m", "tests.blackbox.worker_process", str(run_dir), point, session]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_environment(), user=uid
-        )
-        self.facts = self.read()
+        command = [sys.executable, "-m", "tests.blackbox.worker_process", str(run_dir), point, session, str(uid or 0)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_environment())
+        try:
+            self.facts = self.read()
+        except AssertionError:
+            self.end()
+            raise
 
     @property
     def lease(self) -> int:
@@ -68,6 +71,10 @@ class WorkerProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Kill it, wait for its end, and close its pipes."""
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
@@ -127,6 +134,33 @@ class Steps:
             os.pwrite(self._segments[extent], bytes([page + 1]) * PAGE_BYTES, index * header.page_stride)
         publish(self.client.claim(opened.worker_block), opened, tokens=160, rows=150)
 
+    def cut(self) -> None:
+        """With a session whose worker block it has cut."""
+        self.extended()
+        fd = self.client.claim(self.opened.worker_block)
+        os.ftruncate(fd, 4096)
+        os.close(fd)
+
+    def filled(self) -> None:
+        """Having had all 16 extents of the host tier, each full of ones; it has given the pages back."""
+        self._opened = self.client.create_session(
+            self._session, fingerprint=FINGERPRINT, encoding="x", page_bytes=4 << 20, token_capacity=64 * 16
+        )
+        self._extend(16)
+        for fd in self._segments.values():
+            os.pwrite(fd, b"\xff" * (4 << 20), 0)
+        self.client.close_session(self.opened.session, 1)
+
+    def pries_open(self) -> None:
+        """With a session whose daemon block it tries to open for writing."""
+        self.created()
+        fd = self.client.claim(self.opened.daemon_block)
+        self.say()
+        try:
+            os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+        except OSError as error:
+            sys.stdout.write(json.dumps({"refused": error.strerror}) + "\n")
+
     def extending(self) -> None:
         """Extends all the time, from the moment on that this is said."""
         self.committed()
@@ -180,6 +214,8 @@ def publish(fd: int, opened: SessionOpened, *, tokens: int, rows: int) -> None:
 
 def main() -> None:
     run_dir, point, session = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    if uid := int(sys.argv[4]):
+        _become(uid)
     if point.endswith("*"):
         _die_repeatedly(run_dir, point[:-1], session)
         return
@@ -187,6 +223,14 @@ def main() -> None:
     getattr(steps, point)()
     steps.say()
     sys.stdin.readline()
+
+
+def _become(uid: int) -> None:
+    """Give up root, and have ``/proc/self`` belong to the new uid, as if the program had been started by it."""
+    os.setgid(uid)
+    os.setuid(uid)
+    set_dumpable = 4
+    ctypes.CDLL(None).prctl(set_dumpable, 1, 0, 0, 0)
 
 
 def _die_repeatedly(run_dir: Path, point: str, session: str) -> None:
