@@ -84,3 +84,11 @@ def assert_same_bytes(actual: list[Tensor], expected: list[Tensor]) -> None:
     for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
         different = (left != right).nonzero()
         assert not len(different), f"buffer {index}: {len(different)} bytes differ, first at {different[0].item()}"
+
+
+def assert_inverse(cache: GroupCache) -> None:
+    """``table`` and ``slot_position`` are inverse, and no claim is left behind."""
+    filled = cache.slot_position >= 0
+    assert torch.equal(cache.table[cache.slot_position[filled].long()].long(), filled.nonzero().squeeze(1))
+    assert int((cache.table >= 0).sum()) == int(filled.sum())
+    assert int(cache.table.min()) >= -1

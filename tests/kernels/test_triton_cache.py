@@ -12,8 +12,8 @@ from compute.kernels.fetch import fetch
 from compute.kernels.resolve import MAX_SELECTED, RoundBuffers, resolve
 from compute.kernels.state import CURSOR, NO_RING, GroupCache
 from protocol.errors import InvalidValue
-from protocol.layout import IndexGroup, PageFormat, Q8G64
-from tests.kernels.pages import DEVICE, Pages, format_of
+from protocol.layout import Q8G64, IndexGroup, PageFormat
+from tests.kernels.pages import DEVICE, Pages, assert_inverse, format_of
 
 GROUP = 1
 STATE = ("table", "slot_position", "slot_round", "control", "counters", "rows")
@@ -69,14 +69,6 @@ class Batch:
         assert torch.equal(cache.rows[untouched], twin.rows[untouched])
 
 
-def assert_inverse(cache: GroupCache) -> None:
-    """``table`` and ``slot_position`` are inverse, and no claim is left behind."""
-    filled = cache.slot_position >= 0
-    assert torch.equal(cache.table[cache.slot_position[filled].long()].long(), filled.nonzero().squeeze(1))
-    assert int((cache.table >= 0).sum()) == int(filled.sum())
-    assert int(cache.table.min()) >= -1
-
-
 def _select(generator: torch.Generator, rows: int, k: int, tokens: int, *, pool: int | None = None) -> Tensor:
     """Ascending, distinct positions for each row; all rows choose from the same ``pool`` of positions."""
     choices = torch.randperm(tokens, generator=generator)[: pool or tokens]
@@ -85,16 +77,16 @@ def _select(generator: torch.Generator, rows: int, k: int, tokens: int, *, pool:
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "slots"), [(1, 1, 1), (1, 16, 63), (1, 63, 64), (2, 65, 130), (3, 100, 301), (4, 130, 1024), (1, 700, 800)]
+    ("rows", "k", "slots"), [(1, 1, 1), (1, 16, 63), (1, 63, 64), (2, 65, 130), (3, 100, 301), (4, 130, 600)]
 )
 def test_rounds_against_the_reference(rows: int, k: int, slots: int) -> None:
     generator = torch.Generator().manual_seed(rows * k)
     sessions = [
         Pages.random(format_of(), 16, length=length, ring_first=ring_first, seed=length)
-        for length, ring_first in ((1024, 15 * 64), (901, 13 * 64), (70, 0), (800, NO_RING))
+        for length, ring_first in ((1024, 15 * 64), (70, 0), (901, NO_RING))
     ]
     batch = Batch(sessions, slots, rows, k)
-    for _ in range(6):
+    for _ in range(4):
         batch.round(torch.stack([_select(generator, rows, k, 1024, pool=2 * k) for _ in sessions]))
     assert sum(int(cache.counters.sum()) for cache in batch.caches) > 0
 
@@ -157,7 +149,7 @@ def test_case_05_pages_moved_and_slots_evicted_with_four_query_rows() -> None:
     generator = torch.Generator().manual_seed(5)
     pages = Pages.random(format_of(), 16, length=1024, ring_first=15 * 64)
     batch = Batch([pages], 256, 4, 64)
-    for turn in range(8):
+    for turn in range(4):
         batch.round(_select(generator, 4, 64, 1024, pool=300)[None])
         if turn % 2:  # the pages change places, as after an eviction and a reload
             order = torch.randperm(16, generator=generator).to(DEVICE)
@@ -174,7 +166,7 @@ def test_case_10_a_history_of_as_many_tokens_as_slots(length: int) -> None:
     batch = Batch([Pages.random(format_of(), 65, length=length, ring_first=64 * 63)], 4096, 1, 2048, group=0)
     newest = torch.arange(length - 2048, length)
     oldest = torch.arange(2048)
-    for selection in (oldest, newest, oldest, newest):
+    for selection in (oldest, newest, oldest):
         batch.round(selection.view(1, 1, -1))
 
 
