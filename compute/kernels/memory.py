@@ -6,6 +6,8 @@ It is how the reference functions reach pages, key blocks and slots; it owns no 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ class Memory:
 
     def __init__(self, *tensors: Tensor) -> None:
         self._bases: list[int] = []
+        self._ends: list[int] = []
         self._tensors: list[Tensor] = []
         for tensor in tensors:
             self.add(tensor)
@@ -41,12 +44,13 @@ class Memory:
             )
         if base <= 0 or base % 16 or tensor.numel() == 0 or tensor.numel() % WORD or tensor.storage_offset() % WORD:
             raise InvalidValue("range of addresses", f"{base} + {tensor.numel()}", "a multiple of 16, of whole words")
-        at = sum(other < base for other in self._bases)
-        ends_before = at == 0 or self._bases[at - 1] + self._tensors[at - 1].numel() <= base
+        at = bisect_left(self._bases, base)
+        ends_before = at == 0 or self._ends[at - 1] <= base
         begins_after = at == len(self._bases) or base + tensor.numel() <= self._bases[at]
         if not (ends_before and begins_after):
             raise InvalidValue("range of addresses", f"{base} + {tensor.numel()}", "no byte of a range added before")
         self._bases.insert(at, base)
+        self._ends.insert(at, base + tensor.numel())
         self._tensors.insert(at, tensor)
         return base
 
@@ -55,7 +59,7 @@ class Memory:
         if address not in self._bases:
             raise InvalidValue("range of addresses", address, "the first address of a range")
         at = self._bases.index(address)
-        del self._bases[at], self._tensors[at]
+        del self._bases[at], self._ends[at], self._tensors[at]
 
     def read(self, addresses: Tensor, nbytes: int) -> Tensor:
         """``nbytes`` at each address: int64 [...] -> uint8 [..., nbytes]. Address 0 reads zeros.
@@ -63,19 +67,16 @@ class Memory:
         Raises `InvalidValue` for an address, other than 0, whose bytes are not all in one range.
         """
         flat = addresses.reshape(-1)
-        owner = self._owners(flat, nbytes, zero_allowed=True)
-        words = nbytes // WORD
-        used = torch.unique(owner).tolist()
-        if len(used) == 1 and used[0] >= 0:
-            out = self._windows(used[0], words).index_select(0, self._offsets(used[0], flat)).to(flat.device)
+        whole = self._range_of_all(flat, nbytes)
+        if whole is not None:
+            windows, first = self._windows(whole, flat, nbytes)
+            words = windows.index_select(0, first).to(flat.device)
         else:
-            out = torch.zeros((flat.numel(), words), dtype=torch.int32, device=flat.device)
-            for index in used:
-                if index >= 0:
-                    mine = (owner == index).nonzero().squeeze(1)
-                    found = self._windows(index, words).index_select(0, self._offsets(index, flat[mine]))
-                    out.index_copy_(0, mine, found.to(flat.device))
-        return out.view(torch.uint8).view(*addresses.shape, nbytes)
+            words = torch.zeros((flat.numel(), nbytes // WORD), dtype=torch.int32, device=flat.device)
+            for index, mine in self._by_range(flat, nbytes, zero_allowed=True):
+                windows, first = self._windows(index, flat[mine], nbytes)
+                words[mine] = windows.index_select(0, first).to(flat.device)
+        return words.view(torch.uint8).view(*addresses.shape, nbytes)
 
     def write(self, addresses: Tensor, data: Tensor) -> None:
         """Write ``data`` uint8 [n, nbytes] at ``addresses`` int64 [n]; no byte may be written twice.
@@ -83,42 +84,51 @@ class Memory:
         Raises `InvalidValue` for an address whose bytes are not all in one range; then nothing is written.
         """
         nbytes = data.shape[1]
-        owner = self._owners(addresses, nbytes, zero_allowed=False)
         words = data.contiguous().view(torch.int32)
-        for index in torch.unique(owner).tolist():
-            mine = (owner == index).nonzero().squeeze(1)
-            first = self._offsets(index, addresses[mine])
-            at = first[:, None] + torch.arange(nbytes // WORD, device=first.device)
-            self._tensors[index].view(torch.int32)[at.reshape(-1)] = words[mine].reshape(-1).to(first.device)
+        whole = self._range_of_all(addresses, nbytes)
+        if whole is not None:
+            windows, first = self._windows(whole, addresses, nbytes)
+            windows.index_copy_(0, first, words.to(windows.device))
+            return
+        for index, mine in self._by_range(addresses, nbytes, zero_allowed=False):
+            windows, first = self._windows(index, addresses[mine], nbytes)
+            windows.index_copy_(0, first, words[mine].to(windows.device))
 
-    def _owners(self, addresses: Tensor, nbytes: int, *, zero_allowed: bool) -> Tensor:
-        """Index of the range that holds each address, int64 [n]; -1 for address 0."""
+    def _range_of_all(self, addresses: Tensor, nbytes: int) -> int | None:
+        """Index of the one range that all addresses are in, the common case; None where it takes a closer look."""
         if addresses.dtype != torch.int64:
             raise InvalidValue("addresses' dtype", str(addresses.dtype), "int64")
         if nbytes <= 0 or nbytes % WORD:
             raise InvalidValue("bytes to read or write", nbytes, f"a positive multiple of {WORD}")
-        if not self._bases:
-            raise InvalidValue("memory behind addresses", 0, "at least one range")
-        bases = torch.tensor(self._bases, device=addresses.device)
-        ends = torch.tensor(
-            [base + tensor.numel() for base, tensor in zip(self._bases, self._tensors, strict=True)],
-            device=addresses.device,
-        )
+        if addresses.numel() == 0:
+            return None
+        lowest, highest = (int(bound) for bound in addresses.aminmax())
+        index = bisect_right(self._bases, lowest) - 1
+        if index < 0 or highest > self._ends[index] - nbytes or bool((addresses & WORD - 1).any()):
+            return None
+        return index
+
+    def _by_range(self, addresses: Tensor, nbytes: int, *, zero_allowed: bool) -> list[tuple[int, Tensor]]:
+        """Ranges in use and the places of their addresses among ``addresses``, once all are known to be right."""
+        device = addresses.device
+        bases, ends = torch.tensor(self._bases, device=device), torch.tensor(self._ends, device=device)
         owner = torch.searchsorted(bases, addresses, right=True) - 1
         # Compared without adding to the address, which may be as large as an int64 can be.
-        outside = (owner < 0) | (addresses > ends[owner.clamp_min(0)] - nbytes) | (addresses % WORD != 0)
+        beyond = addresses > ends[owner.clamp_min(0)] - nbytes if self._bases else torch.ones_like(addresses).bool()
+        outside = (owner < 0) | beyond | (addresses % WORD != 0)
         if zero_allowed:
             outside &= addresses != 0
         if bool(outside.any()):
             first = int(addresses[outside][0])
             raise InvalidValue(f"address of {nbytes} bytes", first, "a multiple of 4 within one range of the memory")
-        return owner
+        return [(index, (owner == index).nonzero().squeeze(1)) for index in torch.unique(owner).tolist() if index >= 0]
 
-    def _offsets(self, index: int, addresses: Tensor) -> Tensor:
-        """Offsets in words into the range's tensor, on the tensor's device."""
-        return ((addresses - self._bases[index]) // WORD).to(self._tensors[index].device)
+    def _windows(self, index: int, addresses: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
+        """The words from every offset of a range on, int32 [offsets, words], and the offsets of ``addresses``.
 
-    def _windows(self, index: int, words: int) -> Tensor:
-        """int32 [offsets, words]: the words from every offset on, as a view without copies."""
+        The windows overlap; they are a view, without a copy.
+        """
         flat = self._tensors[index].view(torch.int32)
-        return flat.as_strided((flat.numel() - words + 1, words), (1, 1))
+        words = nbytes // WORD
+        windows = flat.as_strided((flat.numel() - words + 1, words), (1, 1))
+        return windows, ((addresses - self._bases[index]) // WORD).to(flat.device)

@@ -15,8 +15,9 @@ from compute.kernels.memory import Memory
 from compute.kernels.reference_rows import decode_joined
 from protocol.layout import LATENT_DIM, RowLayout, round_up
 
-QUERY_ROWS = 16
-"""Query rows whose selected rows are gathered at a time; bounds the temporary memory, not the result."""
+QUERY_ROWS = 4
+"""Query rows whose selected rows are gathered at a time: few, so that they are still in a cache when they are read.
+The result does not depend on it."""
 
 _HEADS, _KEYS = 4, 16
 """Heads and keys of a product are padded to multiples of these: matrix libraries treat what is left over of a blocking
@@ -39,21 +40,23 @@ def attend(
     queries selected is read and decoded once.
     """
     heads, keys = query_latent.shape[1], addresses.shape[1]
-    addresses = pad(addresses, (0, round_up(keys, _KEYS) - keys))
-    valid = addresses != 0  # [R, k]
-    distinct, entry = torch.unique(addresses, return_inverse=True)
-    shift = layer_in_group * layout.row_bytes
-    rows = decode_joined(memory.read((distinct + shift).where(distinct != 0, 0), layout.row_bytes), layout)  # [u, 576]
+    padded = round_up(keys, _KEYS)
+    addresses = pad(addresses, (0, padded - keys))
     query = torch.cat((query_latent, query_rope), dim=2).float()  # [R, H, 576]
     query = pad(query, (0, 0, 0, round_up(heads, _HEADS) - heads))
-    masked = torch.zeros_like(valid, dtype=torch.float32).masked_fill_(~valid, -torch.inf)
-    empty = ~valid.any(1)
-    out = torch.empty((*query.shape[:2], LATENT_DIM), device=query.device)
-    for first in range(0, query.shape[0], QUERY_ROWS):
-        part = slice(first, first + QUERY_ROWS)
-        picked = rows[entry[part]]  # [<=16, k, 576]
-        scores = torch.bmm(query[part], picked.transpose(1, 2)).mul_(scale)  # [<=16, H, k]
-        weights = torch.softmax(scores.add_(masked[part, None, :]), dim=2)
-        weights.masked_fill_(empty[part, None, None], 0.0)
-        torch.bmm(weights, picked[..., :LATENT_DIM], out=out[part])
+
+    distinct, entry = torch.unique(addresses, return_inverse=True)
+    first = distinct + layer_in_group * layout.row_bytes
+    rows = decode_joined(memory.read(first.where(distinct != 0, 0), layout.row_bytes), layout)  # [distinct, 576]
+    empty = addresses == 0
+    mask = torch.zeros(addresses.shape, device=query.device).masked_fill_(empty, -torch.inf)
+    picked = rows.new_empty(QUERY_ROWS * padded, rows.shape[1])
+    out = query.new_empty(*query.shape[:2], LATENT_DIM)
+    for start in range(0, query.shape[0], QUERY_ROWS):
+        part = slice(start, start + QUERY_ROWS)
+        wanted = entry[part]
+        gathered = torch.index_select(rows, 0, wanted.view(-1), out=picked[: wanted.numel()]).view(*wanted.shape, -1)
+        scores = torch.bmm(query[part], gathered.transpose(1, 2)).mul_(scale).add_(mask[part, None])  # [<=4, H, k]
+        torch.bmm(torch.softmax(scores, dim=2), gathered[..., :LATENT_DIM], out=out[part])
+    out.masked_fill_(empty.all(1)[:, None, None], 0.0)
     return out[:, :heads]

@@ -55,7 +55,8 @@ def resolve(cache: GroupCache, page_map: PageMap, group: int, selection: Tensor)
 
     cache.slot_round[found[hit].long()] = round_number
     claimed = torch.unique(positions[miss])  # ascending
-    around = (torch.arange(cache.slots, device=selection.device) + cache.control[CURSOR]) % cache.slots
+    # As many slots as were selected always hold enough that are not stamped.
+    around = (torch.arange(selection.numel(), device=selection.device) + cache.control[CURSOR]) % cache.slots
     slots = around[cache.slot_round[around] != round_number][: claimed.numel()]
     evicted = cache.slot_position[slots].long()
     cache.table[evicted[evicted >= 0]] = -1
@@ -92,9 +93,11 @@ def forget(cache: GroupCache, positions: Tensor) -> None:
 
     Positions without a slot are left as they are. Raises `InvalidValue` for one outside the table.
     """
-    outside = (positions < 0) | (positions >= cache.table.shape[0])
-    if bool(outside.any()):
-        raise InvalidValue("position", int(positions[outside][0]), f"0 to {cache.table.shape[0] - 1}")
+    if positions.numel() == 0:
+        return
+    for position in (int(bound) for bound in positions.aminmax()):
+        if not 0 <= position < cache.table.shape[0]:
+            raise InvalidValue("position", position, f"0 to {cache.table.shape[0] - 1}")
     slots = cache.table[positions].long()
     cache.slot_position[slots[slots >= 0]] = -1
     cache.table[positions] = -1

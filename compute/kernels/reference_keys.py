@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compute.kernels.memory import Memory
 from compute.kernels.reference_rows import check_positions, page_addresses
@@ -44,12 +45,14 @@ def encode_keys(keys: Tensor, layout: KeyLayout) -> tuple[Tensor, Tensor]:
 
 
 def decode_key_block(blocks: Tensor, layout: KeyLayout) -> tuple[Tensor, Tensor]:
-    """Values float32 [..., 64, 128] (not yet scaled) and scales float32 [..., 64] of uint8 [..., block bytes]."""
+    """Values float32 [..., 64, 128], not yet scaled, and scales float32 [..., 64] of uint8 [..., block bytes]."""
     planes = blocks[..., : layout.scales_offset]
     if not layout.has_scales:
         values = planes.view(torch.float32).unflatten(-1, (PAGE_TOKENS, INDEX_DIM))
         return values, torch.ones(values.shape[:-1], device=blocks.device)
-    values = planes.view(torch.float8_e4m3fn).float().unflatten(-1, (PAGE_TOKENS, INDEX_DIM))
+    # Looked up: several times as fast as a conversion on a CPU, and equal by construction.
+    table = torch.arange(256, dtype=torch.uint8, device=blocks.device).view(torch.float8_e4m3fn).float()
+    values = table.index_select(0, planes.int().view(-1)).view(*planes.shape[:-1], PAGE_TOKENS, INDEX_DIM)
     return values, blocks[..., layout.scales_offset :].view(torch.float32)
 
 
@@ -92,10 +95,9 @@ def index_scores(
     blocks = memory.read(page_map.key_block_address[group, :pages], layout.block_bytes)
     values, scales = decode_key_block(blocks, layout)
     tiles = -(-tokens // KEY_TILE)
-    # Keys beyond the history are whatever memory held: replaced, so that a NaN there stays there.
-    keys = torch.zeros((tiles * KEY_TILE, INDEX_DIM), device=query.device)
-    keys[:tokens] = values.reshape(-1, INDEX_DIM)[:tokens]
-    key_scales = scales.reshape(-1)[:tokens]
+    # Keys beyond the history are whatever memory held. Their scores are dropped; only the last tile lacks blocks.
+    keys = pad(values.view(-1, INDEX_DIM), (0, 0, 0, tiles * KEY_TILE - pages * PAGE_TOKENS))
+    key_scales = scales.reshape(-1)
     transposed = keys.view(tiles, KEY_TILE, INDEX_DIM).transpose(1, 2)  # [tiles, 128, KEY_TILE]
     dots = torch.empty((tiles, heads, KEY_TILE), device=query.device)
     sums = torch.empty((tiles, 1, KEY_TILE), device=query.device)

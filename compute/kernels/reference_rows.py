@@ -6,6 +6,8 @@ even; where s is 0 the group is 0. The rope is bfloat16. ``f32`` stores both as 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def encode_rows(latent: Tensor, rope: Tensor, layout: RowLayout) -> Tensor:
     if latent.shape[1:] != (LATENT_DIM,) or rope.shape != (latent.shape[0], ROPE_DIM):
         raise InvalidValue("latent and rope", (tuple(latent.shape), tuple(rope.shape)), "[n, 512] and [n, 64]")
     latent, rope = latent.float(), rope.float().to(_dtype(layout.rope_dtype))
-    if not (bool(torch.isfinite(latent).all()) and bool(torch.isfinite(rope).all())):
+    if not (math.isfinite(_largest(latent)) and math.isfinite(_largest(rope))):
         raise InvalidValue("row to encode", "NaN or infinite", f"values that {layout.name} can hold")
     rows = torch.empty((latent.shape[0], layout.row_bytes), dtype=torch.uint8, device=latent.device)
     if layout.scale_count:
@@ -110,9 +112,16 @@ def append_rows(
 
 def check_positions(page_map: PageMap, positions: Tensor) -> None:
     """Raise `InvalidValue` if a position is outside the map."""
-    outside = (positions < 0) | (positions >= page_map.max_tokens)
-    if bool(outside.any()):
-        raise InvalidValue("position", int(positions[outside][0]), f"0 to {page_map.max_tokens - 1}")
+    if positions.numel() == 0:
+        return
+    for position in (int(bound) for bound in positions.aminmax()):
+        if not 0 <= position < page_map.max_tokens:
+            raise InvalidValue("position", position, f"0 to {page_map.max_tokens - 1}")
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude in ``x``, NaN if there is one."""
+    return float(x.abs().amax()) if x.numel() else 0.0
 
 
 def _dtype(name: str) -> torch.dtype:

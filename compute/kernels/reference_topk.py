@@ -19,17 +19,23 @@ def select_topk(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
     chosen: callers exclude a position that way. -0.0 equals 0.0. Raises `InvalidValue` for a NaN below a row's length.
     """
     rows, tokens = scores.shape
-    position = torch.arange(tokens, device=scores.device)
-    eligible = (position < lengths[:, None]) & (scores != -torch.inf)
-    if bool((eligible & scores.isnan()).any()):
-        raise InvalidValue("index score", "NaN", "a number")
-    bits = (scores + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 a 0.0
-    ordered = torch.where(bits < 0, ~bits & 0xFFFFFFFF, bits | 0x80000000)  # uint32 in the order of the floats
-    ranked = (ordered << 31) | (0x7FFFFFFF - position)  # no two alike: the lower position ranks higher
-    ranked = torch.where(eligible, ranked, -1)
-    best = ranked.topk(min(k, tokens), dim=1, sorted=False).values
-    end = torch.iinfo(torch.int32).max
-    chosen = torch.where(best < 0, end, 0x7FFFFFFF - (best & 0x7FFFFFFF)).sort(dim=1).values
     selection = torch.full((rows, k), -1, dtype=torch.int32, device=scores.device)
-    selection[:, : chosen.shape[1]] = chosen.where(chosen < end, -1)
+    if rows == 0 or tokens == 0:
+        return selection
+    position = torch.arange(tokens, device=scores.device)
+    eligible = scores.masked_fill(position >= lengths[:, None], -torch.inf)
+    best = eligible.topk(min(k, tokens), dim=1, sorted=False).values
+    if bool(best.isnan().any()):  # a NaN ranks above every number
+        raise InvalidValue("index score", "NaN", "a number")
+    cutoff = best.amin(1, keepdim=True)
+    chosen = (eligible >= cutoff) & (eligible != -torch.inf)
+    tied = (chosen.sum(1) > k).nonzero().squeeze(1)  # more scores equal to the cutoff than places left
+    if tied.numel():
+        above = eligible[tied] > cutoff[tied]
+        equal = chosen[tied] & ~above
+        chosen[tied] = above | (equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    row, column = chosen.nonzero(as_tuple=True)  # by row, then by position
+    before = chosen.sum(1).cumsum(0).roll(1)
+    before[0] = 0
+    selection[row, torch.arange(row.numel(), device=scores.device) - before[row]] = column.int()
     return selection

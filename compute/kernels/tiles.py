@@ -5,14 +5,15 @@ speculated token differs from a decoded one, and a session that moved differs fr
 promise that. A matrix library picks its blocking, and with it the order in which it adds, by the shape of the call; an
 elementwise function on a CPU has a vector form and, for what is left over at the end, a scalar form that rounds
 otherwise. So the shape of every call is fixed here: rows are padded to tiles of `ROW_TILE`, and one call handles one
-tile. What remains to trust is that a library treats all places of one call alike: `check_linear` and
-`check_batched` try it out on the machine at hand.
+tile. What remains to trust is that a library treats all places of one call alike. That is tried out on the machine at
+hand, once for each shape: by `Linear` when it is made, by `check_batched` for products whose batch grows.
 
 Additions, multiplications, divisions and square roots are exact to the last bit in any form and need none of this.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -34,28 +35,34 @@ def pad_rows(x: Tensor) -> Tensor:
     return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T``: float32 [16 n, K], [N, K] -> [16 n, N]."""
-    _check_tiles(x)
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    for rows, result in zip(x.split(ROW_TILE), out.split(ROW_TILE), strict=True):
-        torch.mm(rows, weight.T, out=result)
-    return out
+class Linear:
+    """``x @ weight.T``. Several maps of one input, given together, are one product; the caller cuts the result."""
+
+    def __init__(self, *weights: Tensor) -> None:
+        """``weights`` are float32 [N, K], of one K.
+
+        Raises `NoDevice` if the machine's library does not give a row the same bits at every place in a tile.
+        """
+        self._transposed = torch.cat(weights).T  # [K, N]
+        inner, columns = self._transposed.shape
+        _check_linear(inner, columns, self._transposed.device, torch.get_num_threads())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """float32 [16 n, K] -> [16 n, N]."""
+        return _tile_by_tile(x, self._transposed)
 
 
 def head_products(x: Tensor, weight: Tensor) -> Tensor:
     """Each head by its own matrix: float32 [16 n, H, K], [H, K, N] -> [16 n, H, N]."""
     _check_tiles(x)
-    out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[2])
-    for rows, result in zip(x.split(ROW_TILE), out.split(ROW_TILE), strict=True):
-        result.copy_(torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1))
-    return out
+    tiles = [torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1) for rows in x.split(ROW_TILE)]
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
 
 
 def elementwise(function: Callable[..., Tensor], x: Tensor) -> Tensor:
     """``function(x)`` of float32 [16 n, K], for a function such as `torch.sigmoid` that takes ``out``."""
     _check_tiles(x)
-    if x.is_cuda:  # one thread computes one element, all in the same way
+    if x.is_cuda or x.shape <= (ROW_TILE, _COLUMNS):  # a GPU computes every element in the same way
         return function(x)
     out = torch.empty_like(x)
     for rows, result in zip(x.split(ROW_TILE), out.split(ROW_TILE), strict=True):
@@ -72,16 +79,6 @@ def silu(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def check_linear(weight: Tensor) -> None:
-    """Raise `NoDevice` unless `linear` with ``weight`` [N, K] gives a row the same bits at every place in a tile."""
-    row = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight.device)
-    alone = torch.zeros(ROW_TILE, weight.shape[1], device=weight.device)
-    alone[0] = row
-    expected = linear(alone, weight)[0]
-    if not torch.equal(linear(row.repeat(ROW_TILE, 1), weight), expected.expand(ROW_TILE, -1)):
-        raise _not_invariant(weight.device, f"[{ROW_TILE}, {weight.shape[1]}] x {list(weight.T.shape)}")
 
 
 def check_batched(rows: int, inner: int, columns: int, device: torch.device, *, most: int = ROW_TILE) -> None:
@@ -104,6 +101,32 @@ def check_precision() -> None:
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         raise InvalidValue("torch.get_float32_matmul_precision()", precision, "highest")
+
+
+def _tile_by_tile(x: Tensor, transposed: Tensor) -> Tensor:
+    _check_tiles(x)
+    if x.shape[0] == ROW_TILE:
+        return torch.mm(x, transposed)
+    out = x.new_empty(x.shape[0], transposed.shape[1])
+    for rows, result in zip(x.split(ROW_TILE), out.split(ROW_TILE), strict=True):
+        torch.mm(rows, transposed, out=result)
+    return out
+
+
+@functools.cache
+def _check_linear(inner: int, columns: int, device: torch.device, threads: int) -> None:
+    """Raise `NoDevice` unless a row has the same bits at every place of a tile of [16, inner] x [inner, columns].
+
+    ``threads`` is torch's number of threads: the library may divide a product among them.
+    """
+    generator = torch.Generator(device).manual_seed(threads)
+    transposed = torch.randn(columns, inner, generator=generator, device=device).T
+    row = torch.randn(inner, generator=generator, device=device)
+    alone = torch.zeros(ROW_TILE, inner, device=device)
+    alone[0] = row
+    expected = _tile_by_tile(alone, transposed)[0]
+    if not torch.equal(_tile_by_tile(row.repeat(ROW_TILE, 1), transposed), expected.expand(ROW_TILE, -1)):
+        raise _not_invariant(device, f"[{ROW_TILE}, {inner}] x [{inner}, {columns}]")
 
 
 def _check_tiles(x: Tensor) -> None:

@@ -25,49 +25,50 @@ LATENT_EPS = 1e-6
 
 
 class Indexer:
-    """Makes index keys and queries. There is one in the first layer of each index group."""
+    """Makes index keys and queries of projected hidden states. The first layer of each index group has one."""
 
     def __init__(self, config: ModelConfig, encoding: Encoding, take: Take) -> None:
-        self._query = take("self_attn.indexer.wq_b.weight")
-        self._key = take("self_attn.indexer.wk.weight")
         self._norm_weight = take("self_attn.indexer.k_norm.weight")
         self._norm_bias = take("self_attn.indexer.k_norm.bias")
-        self._weights = take("self_attn.indexer.weights_proj.weight")
         self._heads = config.index_n_heads
         self._rotate = rotate_interleaved if config.indexer_rope_interleaved else rotate_half_split
         # Quantised keys are scored against bfloat16 queries; unquantised ones in float32.
         self._query_dtype = torch.bfloat16 if encoding.keys.has_scales else torch.float32
 
-    def keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """float32 [16 n, 128]."""
-        keys = layer_norm(tiles.linear(x, self._key), (INDEX_DIM,), self._norm_weight, self._norm_bias, LATENT_EPS)
+    def keys(self, projected: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Keys, float32 [16 n, 128], of ``wk(x)`` [16 n, 128]."""
+        keys = layer_norm(projected, (INDEX_DIM,), self._norm_weight, self._norm_bias, LATENT_EPS)
         return torch.cat((self._rotate(keys[:, :ROPE_DIM], cos, sin), keys[:, ROPE_DIM:]), dim=1)
 
-    def queries(self, x: Tensor, query_latent: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [16 n, heads, 128] and float32 head weights [16 n, heads], which hold ``heads ** -0.5``."""
-        query = tiles.linear(query_latent, self._query).view(-1, self._heads, INDEX_DIM)
+    def queries(self, projected: Tensor, weights: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [16 n, heads, 128] of ``wq_b(qr)``, and the head weights [16 n, heads] times ``heads ** -0.5``."""
+        query = projected.unflatten(1, (self._heads, INDEX_DIM))
         rotated = self._rotate(query[..., :ROPE_DIM], cos[:, None], sin[:, None])
         query = torch.cat((rotated, query[..., ROPE_DIM:]), dim=2).to(self._query_dtype)
-        return query, tiles.linear(x, self._weights) * self._heads**-0.5
+        return query, weights * self._heads**-0.5
 
 
 class Attention:
-    """One layer's attention. ``indexer`` is None in layers that use the selection of their group's first."""
+    """One layer's attention. Layers without an indexer use the selection of their group's first."""
 
     def __init__(self, config: ModelConfig, encoding: Encoding, layer: int, group: int, take: Take) -> None:
         self._config = config
         self._layer = layer
         self._group = group
-        self._query_a = take("self_attn.q_a_proj.weight")
+        self._indexer = Indexer(config, encoding, take) if config.has_indexer(layer) else None
+        from_hidden = [take("self_attn.q_a_proj.weight"), take("self_attn.kv_a_proj_with_mqa.weight")]
+        from_latent = [take("self_attn.q_b_proj.weight")]
+        if self._indexer is not None:
+            from_hidden += [take("self_attn.indexer.wk.weight"), take("self_attn.indexer.weights_proj.weight")]
+            from_latent.append(take("self_attn.indexer.wq_b.weight"))
+        self._from_hidden, self._hidden_cuts = tiles.Linear(*from_hidden), [len(weight) for weight in from_hidden]
+        self._from_latent, self._latent_cuts = tiles.Linear(*from_latent), [len(weight) for weight in from_latent]
         self._query_norm = take("self_attn.q_a_layernorm.weight")
-        self._query_b = take("self_attn.q_b_proj.weight")
-        self._row = take("self_attn.kv_a_proj_with_mqa.weight")
         self._row_norm = take("self_attn.kv_a_layernorm.weight")
-        self._output = take("self_attn.o_proj.weight")
         expanded = take("self_attn.kv_b_proj.weight").view(config.num_attention_heads, -1, LATENT_DIM)
         self._key = expanded[:, : config.qk_nope_head_dim].contiguous()  # [H, nope, 512]
         self._value = expanded[:, config.qk_nope_head_dim :].transpose(1, 2).contiguous()  # [H, 512, v]
-        self.indexer = Indexer(config, encoding, take) if config.has_indexer(layer) else None
+        self._output = tiles.Linear(take("self_attn.o_proj.weight"))
 
     def forward(
         self,
@@ -83,21 +84,22 @@ class Attention:
         """
         config, rows = self._config, positions.shape[0]
         cos, sin = angles
-        made = tiles.linear(x, self._row)  # [16 n, 576]
-        latent = tiles.rms_norm(made[:, :LATENT_DIM], self._row_norm, LATENT_EPS)
-        history.append(self._layer, positions, latent[:rows], rotate_interleaved(made[:, LATENT_DIM:], cos, sin)[:rows])
+        query_a, row, *index_parts = torch.split(self._from_hidden(x), self._hidden_cuts, dim=1)
+        latent = tiles.rms_norm(row[:, :LATENT_DIM], self._row_norm, LATENT_EPS)
+        history.append(self._layer, positions, latent[:rows], rotate_interleaved(row[:, LATENT_DIM:], cos, sin)[:rows])
 
-        query_latent = tiles.rms_norm(tiles.linear(x, self._query_a), self._query_norm, LATENT_EPS)
-        if self.indexer is not None:
-            history.append_keys(self._group, positions, self.indexer.keys(x, cos, sin)[:rows])
-            query, weights = self.indexer.queries(x, query_latent, cos, sin)
-            selection = history.select(self._group, query[:rows], weights[:rows], positions)
+        query_latent = tiles.rms_norm(query_a, self._query_norm, LATENT_EPS)
+        query, *index_query = torch.split(self._from_latent(query_latent), self._latent_cuts, dim=1)
+        if self._indexer is not None:
+            history.append_keys(self._group, positions, self._indexer.keys(index_parts[0], cos, sin)[:rows])
+            scored, weights = self._indexer.queries(index_query[0], index_parts[1], cos, sin)
+            selection = history.select(self._group, scored[:rows], weights[:rows], positions)
             addresses = history.addresses(self._group, selection)
         assert addresses is not None, "the first layer of a group has an indexer"
 
-        query = tiles.linear(query_latent, self._query_b).view(-1, config.num_attention_heads, config.qk_head_dim)
+        query = query.unflatten(1, (config.num_attention_heads, config.qk_head_dim))
         absorbed = tiles.head_products(query[..., : config.qk_nope_head_dim], self._key)  # [16 n, H, 512]
         rotated = rotate_interleaved(query[..., config.qk_nope_head_dim :], cos[:, None], sin[:, None])
         attended = history.attend(self._layer, addresses, absorbed[:rows], rotated[:rows], config.softmax_scale)
         values = tiles.head_products(tiles.pad_rows(attended), self._value)  # [16 n, H, v]
-        return tiles.linear(values.flatten(1), self._output), addresses
+        return self._output(values.flatten(1)), addresses

@@ -44,7 +44,10 @@ class DecoderLayer:
         normed = tiles.rms_norm(x, self._input_norm, self._eps)
         attended, addresses = self._attention.forward(normed, angles, positions, history, addresses)
         x = x + attended
-        return x + self._feed_forward.forward(tiles.rms_norm(x, self._middle_norm, self._eps)), addresses
+        normed = tiles.rms_norm(x, self._middle_norm, self._eps)
+        if isinstance(self._feed_forward, GatedMLP):
+            return x + self._feed_forward.forward(normed), addresses
+        return x + self._feed_forward.forward(normed, positions.shape[0]), addresses
 
 
 class Decoder:
@@ -64,14 +67,14 @@ class Decoder:
         groups = config.index_groups()
         self._embedding = weights["model.embed_tokens.weight"].to(self.device)
         self._norm = weights["model.norm.weight"].to(self.device)
-        self._head = weights["lm_head.weight"].to(self.device)
+        self._head = tiles.Linear(weights["lm_head.weight"].to(self.device))
         self._rope = Rope(config, self.device)
         self._layers = [
             DecoderLayer(config, encoding, layer, index, _taking(weights, layer, self.device))
             for index, group in enumerate(groups)
             for layer in range(group.first_layer, group.end)
         ]
-        self._check_row_invariance(weights)
+        self._check_row_invariance()
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, history: History) -> Tensor:
@@ -96,13 +99,11 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [M, hidden], as `forward` gave them -> [M, vocabulary]."""
-        return tiles.linear(tiles.pad_rows(hidden), self._head)[: hidden.shape[0]]
+        return self._head(tiles.pad_rows(hidden))[: hidden.shape[0]]
 
-    def _check_row_invariance(self, weights: Weights) -> None:
-        """Try out one product of each shape that a forward pass makes."""
+    def _check_row_invariance(self) -> None:
+        """Try out the products of which a pass makes one for each row; `tiles.Linear` has tried out the others."""
         config = self.config
-        for weight in {tuple(weight.shape): weight for weight in weights.values() if weight.dim() == 2}.values():
-            tiles.check_linear(weight.to(self.device))
         heads, index_heads, selected = config.num_attention_heads, config.index_n_heads, config.index_topk
         for rows, inner, columns in (
             (heads, LATENT_DIM + ROPE_DIM, selected),

@@ -18,13 +18,15 @@ class GatedMLP:
     """``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, take: Take, prefix: str) -> None:
-        self._gate = take(f"{prefix}.gate_proj.weight")
-        self._up = take(f"{prefix}.up_proj.weight")
-        self._down = take(f"{prefix}.down_proj.weight")
+        gate = take(f"{prefix}.gate_proj.weight")
+        self._inner = gate.shape[0]
+        self._gate_up = tiles.Linear(gate, take(f"{prefix}.up_proj.weight"))
+        self._down = tiles.Linear(take(f"{prefix}.down_proj.weight"))
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [16 n, hidden] -> [16 n, hidden]."""
-        return tiles.linear(tiles.silu(tiles.linear(x, self._gate)).mul_(tiles.linear(x, self._up)), self._down)
+        made = self._gate_up(x)
+        return self._down(tiles.silu(made[:, : self._inner]).mul_(made[:, self._inner :]))
 
 
 class MixtureOfExperts:
@@ -37,14 +39,17 @@ class MixtureOfExperts:
 
     def __init__(self, config: ModelConfig, take: Take) -> None:
         self._config = config
-        self._router = take("mlp.gate.weight")
+        self._router = tiles.Linear(take("mlp.gate.weight"))
         self._bias = take("mlp.gate.e_score_correction_bias")
         self._experts = [GatedMLP(take, f"mlp.experts.{expert}") for expert in range(config.n_routed_experts)]
         self._shared = GatedMLP(take, "mlp.shared_experts")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """float32 [16 n, hidden] -> [16 n, hidden]. Each expert computes the rows that chose it, in tiles."""
-        chosen, weights = self.route(x)
+    def forward(self, x: Tensor, rows: int) -> Tensor:
+        """float32 [16 n, hidden] -> [16 n, hidden]; rows from ``rows`` on are padding, and no expert is asked for them.
+
+        Each expert computes the rows that chose it, in tiles.
+        """
+        chosen, weights = (of_row[:rows] for of_row in self.route(x))
         taken = chosen.shape[1]
         flat = chosen.reshape(-1)
         outputs = x.new_empty(flat.numel(), x.shape[1])  # one row for each (token, chosen expert)
@@ -52,16 +57,16 @@ class MixtureOfExperts:
             entries = (flat == expert).nonzero().squeeze(1)
             mine = tiles.pad_rows(x[entries // taken])
             outputs[entries] = self._experts[expert].forward(mine)[: entries.numel()]
-        outputs = outputs.view(-1, taken, x.shape[1]).mul_(weights[:, :, None])
-        total = outputs[:, 0]
-        for place in range(1, taken):  # added one by one: the order is that of the experts' numbers
-            total = total + outputs[:, place]
-        return total + self._shared.forward(x)
+        outputs = outputs.view(rows, taken, -1).mul_(weights[:, :, None])
+        total = self._shared.forward(x)
+        for place in range(taken):  # added one by one: the order is that of the experts' numbers
+            total[:rows] += outputs[:, place]
+        return total
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers, ascending, and weights of each row's experts: int64 and float32 [16 n, experts per token]."""
         config = self._config
-        scores = tiles.elementwise(torch.sigmoid, tiles.linear(x, self._router))
+        scores = tiles.elementwise(torch.sigmoid, self._router(x))
         eligible = scores + self._bias
         if config.n_group > 1:
             groups = eligible.view(x.shape[0], config.n_group, -1)
