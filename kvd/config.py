@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvd.settings import FileMode, Kind, Number, Size, Text, Word, exact_size, parse_setting, setting
@@ -210,7 +211,7 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     for dotted, key in KEYS.items():
         parts[key.section][key.name] = values[dotted]
     sections = {section: cls(**parts[section]) for section, cls in _SECTIONS.items()}
-    return Config(**parts[""], **sections, origins=origins)
+    return Config(**parts[""], **sections, origins=MappingProxyType(dict(origins)))
 
 
 def _check(config: Config) -> Config:
