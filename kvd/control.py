@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import zmq
 
 from kvd.config import CONTROL_SOCKET
 from protocol import codec, messages
-from protocol.errors import BadMessage, DaemonUnavailable, error_from
+from protocol.errors import BadMessage, DaemonUnavailable, PermissionRefused, error_from
 from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorReply, Hello, Reply, Request, Stat
 from protocol.stats import NodeStats
 
@@ -16,11 +17,11 @@ from protocol.stats import NodeStats
 def ask_stats(run_dir: Path, timeout_s: float = 5.0) -> NodeStats:
     """The statistics of the daemon in ``run_dir``.
 
-    Raises `DaemonUnavailable` if none answers in time, or the typed error that it answers with.
+    Raises `DaemonUnavailable` if none answers in time, `PermissionRefused` if this process may not ask it, or the typed
+    error that it answers with.
     """
     path = run_dir / CONTROL_SOCKET
-    if not path.is_socket():
-        raise DaemonUnavailable(f"no daemon in {run_dir}: there is no socket {path}", socket=str(path))
+    _require_listener(path)
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
         connection.setsockopt(zmq.LINGER, 0)
         connection.connect(f"ipc://{path}")
@@ -30,6 +31,17 @@ def ask_stats(run_dir: Path, timeout_s: float = 5.0) -> NodeStats:
     if not isinstance(reply, messages.Stats):
         raise BadMessage(f"the daemon answered a stat request with {type(reply).__name__}")
     return reply.stats
+
+
+def _require_listener(path: Path) -> None:
+    """Raise unless somebody listens at ``path``: ZeroMQ would go on trying for ever."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except PermissionError as error:
+            raise PermissionRefused(f"{path}: {error.strerror}", socket=str(path)) from None
+        except OSError as error:
+            raise DaemonUnavailable(f"no daemon at {path}: {error.strerror or error}", socket=str(path)) from None
 
 
 def _ask(connection: zmq.Socket[bytes], request: Request, path: Path) -> Reply:

@@ -27,7 +27,7 @@ from protocol.errors import OsFailure
 
 CHECK_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 2.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class _Interrupted(Exception):

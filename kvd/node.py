@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from contextlib import ExitStack
 
 from kvd.alloc.ledger import Ledger
 from kvd.config import Config
@@ -87,10 +88,11 @@ class Node:
 
     def lease_ended(self, lease: Lease) -> None:
         """The lease's process is dead, or it holds nothing: all that it held goes back or is stored."""
-        self.sessions.lease_ended(lease)
-        self.device_memory.lease_ended(lease)
-        self.host.lease_gone(lease.number)
-        self.leases.end(lease)
+        with ExitStack() as steps:  # each is taken even if another fails; the last one first
+            steps.callback(self.leases.end, lease)
+            steps.callback(self.host.lease_gone, lease.number)
+            steps.callback(self.device_memory.lease_ended, lease)
+            steps.callback(self.sessions.lease_ended, lease)
         self._log.info("lease ended", lease=lease.number, peer=str(lease.peer), age_s=round(lease.age_s, 3))
 
     def check(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
+from protocol.errors import OsFailure
+
 
 class Notifier:
     """Tells the service manager of readiness and progress. Takes ``NOTIFY_SOCKET`` out of the environment."""
@@ -13,9 +15,12 @@ class Notifier:
         self._address = os.environ.pop("NOTIFY_SOCKET", "")
 
     def send(self, *lines: str) -> None:
-        """Send assignments such as ``READY=1``."""
+        """Send assignments such as ``READY=1``. Raises `OsFailure` if they cannot be sent."""
         if not self._address:
             return
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.sendto("\n".join(lines).encode(), address)
+            try:
+                sender.sendto("\n".join(lines).encode(), address)
+            except OSError as error:
+                raise OsFailure(f"NOTIFY_SOCKET {self._address!r}: {error.strerror or error}") from error

@@ -35,7 +35,8 @@ from protocol.layout import PAGE_ALIGNMENT, PAGE_TOKENS, round_up
 from protocol.messages import Done, PagesChanged, SessionOpened
 from protocol.session_state import SessionHeader, unpack_frame
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NAME_LIMIT = 64
+NAME_PATTERN = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_LIMIT}}}")
 ENCODING_PATTERN = re.compile(r"[a-z0-9._-]{1,16}")
 FINGERPRINT_BYTES = 32
 LARGEST_COMMIT = 1 << 24
@@ -105,7 +106,8 @@ class Sessions:
         """Have ``lease`` hold a stored session of its uid; the generation rises."""
         session = self._by_name.get((lease.peer.uid, request.name))
         if session is None:
-            raise UnknownSession(f"uid {lease.peer.uid} has no session {request.name!r}", name=request.name)
+            name = request.name[:NAME_LIMIT]
+            raise UnknownSession(f"uid {lease.peer.uid} has no session {name!r}", name=name)
         if session.lease is not None:
             raise SessionBusy(
                 f"session {session.name!r} is held by lease {session.lease.number}, process {session.lease.peer.pid}, "
@@ -118,7 +120,7 @@ class Sessions:
         if (request.fingerprint, request.encoding) != (header.fingerprint, header.encoding):
             raise FingerprintMismatch(
                 f"session {session.name!r} was made by model {header.fingerprint.hex()} in encoding {header.encoding}, "
-                f"not {request.fingerprint.hex()} in {request.encoding[:16]}",
+                f"not {request.fingerprint[:FINGERPRINT_BYTES].hex()} in {request.encoding[:16]}",
                 session=session.number,
             )
         self._require_intact(session)
@@ -213,7 +215,7 @@ class Sessions:
 
     def _check_creation(self, request: messages.CreateSession, uid: int) -> None:
         if not NAME_PATTERN.fullmatch(request.name):
-            raise InvalidValue("session name", request.name[:128], f"what matches {NAME_PATTERN.pattern}")
+            raise InvalidValue("session name", request.name[: 2 * NAME_LIMIT], f"what matches {NAME_PATTERN.pattern}")
         if len(request.fingerprint) != FINGERPRINT_BYTES:
             raise InvalidValue("bytes of the fingerprint", len(request.fingerprint), f"{FINGERPRINT_BYTES}")
         if not ENCODING_PATTERN.fullmatch(request.encoding):

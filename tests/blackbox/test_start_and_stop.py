@@ -213,6 +213,10 @@ def test_service_manager_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch)
             assert process.stat().pid == process.process.pid, "ready means that it answers"
             assert process.stop() == 0
             assert manager.recv(200) == b"STOPPING=1\nSTATUS=draining: 0 leases"
+    monkeypatch.setenv("NOTIFY_SOCKET", str(run_dir / "nobody"))
+    status, log = refusal(run_dir / "run")
+    assert status == 71
+    assert "NOTIFY_SOCKET" in log
 
 
 def test_more_than_there_is_of_each_tier(run_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,7 +80,11 @@ def test_tables_have_both_words_and_every_number(shared_daemon: DaemonProcess, w
 def test_no_daemon(run_dir: Path) -> None:
     ended = command("kvd.stat_cli", "--run-dir", str(run_dir))
     assert (ended.returncode, ended.stdout) == (69, "")
-    assert ended.stderr == f"kvd-stat: no daemon in {run_dir}: there is no socket {run_dir}/kvd.sock\n"
+    assert ended.stderr == f"kvd-stat: no daemon at {run_dir}/kvd.sock: No such file or directory\n"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(f"{run_dir}/kvd.sock")
+    assert command("kvd.stat_cli", "--run-dir", str(run_dir)).stderr.endswith("kvd.sock: Connection refused\n")
+    assert command("kvd.stat_cli", "--run-dir", f"/tmp/{'d' * 120}").returncode == 69
     assert command("kvd.stat_cli", "--frobnicate").returncode == 64
 
 
