@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from compute.kernels import descriptors as field
-from compute.kernels.triton_support import bfloat16_bits, load_pointer, round_half_even
+from compute.kernels.triton_support import (
+    await_kernel_before,
+    bfloat16_bits,
+    launch_options,
+    load_pointer,
+    round_half_even,
+)
 from protocol.errors import InvalidValue
 from protocol.layout import INDEX_DIM, LATENT_DIM, PAGE_TOKENS, ROPE_DIM, PageFormat
 
@@ -56,6 +62,7 @@ def append_rows(
         ROPE_OFFSET=rows.rope_offset,
         FORGET=layer_in_group == 0,
         num_warps=1,
+        **launch_options(),
     )
 
 
@@ -76,6 +83,7 @@ def append_keys(records: Tensor, page_format: PageFormat, group: int, positions:
         SCALED=layout.has_scales,
         SCALES_OFFSET=layout.scales_offset,
         num_warps=1,
+        **launch_options(),
     )
 
 
@@ -115,7 +123,9 @@ def _append_rows_kernel(  # type: ignore[no-untyped-def]
     SCALES_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
     FORGET: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    await_kernel_before(OVERLAPPED)
     record = records + tl.program_id(1) * FIELDS
     row = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     position = tl.load(positions + row)
@@ -179,7 +189,9 @@ def _append_keys_kernel(  # type: ignore[no-untyped-def]
     FIELDS: tl.constexpr,
     SCALED: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    await_kernel_before(OVERLAPPED)
     record = records + tl.program_id(1) * FIELDS
     row = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     position = tl.load(positions + row)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from compute.kernels.resolve import RoundBuffers
+from compute.kernels.triton_support import await_kernel_before, launch_options
 
 PROGRAMS = 1024
 """Programs of a launch, shared out over the sessions of the batch."""
@@ -32,6 +33,7 @@ def fetch(buffers: RoundBuffers, group_row_bytes: int) -> None:
         BLOCK=triton.next_power_of_2(words),
         PROGRAMS=programs,
         num_warps=WARPS,
+        **launch_options(),
     )
 
 
@@ -44,7 +46,9 @@ def _fetch_kernel(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    await_kernel_before(OVERLAPPED)
     session = tl.program_id(1).to(tl.int64)
     miss = tl.program_id(0)
     source += session * CAPACITY

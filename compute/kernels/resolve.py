@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compute.kernels import descriptors as field
 from compute.kernels import state
-from compute.kernels.triton_support import delay, load_pointer
+from compute.kernels.triton_support import await_kernel_before, delay, launch_options, load_pointer
 from protocol.errors import InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat
 
@@ -132,7 +132,16 @@ def resolve(
         CHUNK=min(CHUNK, triton.next_power_of_2(selected)),
         DELAY=delay_seed,
         num_warps=WARPS,
+        **launch_options(),
     )
+
+
+@triton.jit
+def _spread(COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """0 … COUNT - 1 with neighbours in neighbouring threads. A thread with a run of them would load wider words, but
+    each exchange between these and scattered accesses would go through shared memory and two barriers.
+    """
+    return tl.max_contiguous(tl.arange(0, COUNT), 1)
 
 
 @triton.jit
@@ -155,11 +164,13 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     PROGRAMS: tl.constexpr,
     CHUNK: tl.constexpr,
     DELAY: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    await_kernel_before(OVERLAPPED)
     session = tl.program_id(1).to(tl.int64)
     record = records + session * FIELDS
     first = session * SELECTED
-    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    lane = tl.program_id(0) * LANES + _spread(LANES)
     position = tl.load(selection + first + lane, mask=lane < SELECTED, other=-1)
     table = load_pointer(record, field.TABLE, tl.int32)
     slot_round = load_pointer(record, field.SLOT_ROUND, tl.int32)
@@ -197,12 +208,13 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     address = tl.where(in_ring, in_ring_at, tl.where(hit, in_slot_at, 0))
     tl.store(addresses + first + lane, address, mask=(lane < SELECTED) & ~missed)
 
-    # Two counts in one scan: claims in the low half, duplicates in the high one.
-    ranks = tl.cumsum(claimed.to(tl.int32) + (duplicate.to(tl.int32) << 16))
-    here = tl.max(ranks)
-    claims, duplicates = (here & 0xFFFF).to(tl.int64), (here >> 16).to(tl.int64)
+    ranks = tl.cumsum(claimed.to(tl.int32) + (duplicate.to(tl.int32) << 16))  # of both, 16 bits each
+    counts = claimed.to(tl.int64) << _CLAIMS_AT
+    counts += (duplicate.to(tl.int64) << _DUPLICATES_AT) + (hit.to(tl.int64) << _HITS_AT)
+    word = tl.sum(counts + (in_ring.to(tl.int64) << _RING_HITS_AT)) + 1
+    claims, duplicates = (word >> _CLAIMS_AT) & _COUNT, (word >> _DUPLICATES_AT) & _COUNT
     listed_before = claims * 0
-    if PROGRAMS > 1 and here > 0:
+    if PROGRAMS > 1 and claims + duplicates > 0:
         listed_before = tl.atomic_add(tickets + 2 * session + 1, claims + (duplicates << 32), sem="relaxed")
     claim_index = (listed_before & 0xFFFFFFFF) + (ranks & 0xFFFF) - 1
     duplicate_index = SELECTED - (listed_before >> 32) - (ranks >> 16)
@@ -210,10 +222,6 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     tl.store(listed + first + tl.where(claimed, claim_index, duplicate_index), entry, mask=missed)
     tl.store(source + first + claim_index, home + token_offset, mask=claimed)
 
-    hits_and_ring = tl.sum(hit.to(tl.int32) + (in_ring.to(tl.int32) << 16))
-    hits, ring_hits = (hits_and_ring & 0xFFFF).to(tl.int64), (hits_and_ring >> 16).to(tl.int64)
-    word = 1 + (hits << _HITS_AT) + (claims << _CLAIMS_AT)
-    word += (ring_hits << _RING_HITS_AT) + (duplicates << _DUPLICATES_AT)
     delay(DELAY, round_number, 2)
     tl.debug_barrier()  # so that the ticket publishes what all threads of this program wrote
     if PROGRAMS > 1:
@@ -271,7 +279,7 @@ def _assign(  # type: ignore[no-untyped-def]
     slots = tl.load(record + field.SLOTS).to(tl.int32)
     slot_rows = tl.load(record + field.SLOT_ROWS)
 
-    index = tl.arange(0, CHUNK)
+    index = _spread(CHUNK)
     free, scanned = claims * 0, claims * 0
     while free < claims:
         slot = cursor + scanned + index

@@ -1,17 +1,36 @@
-"""What the Triton kernels share: pointers from addresses, exact rounding, and seeded delays for race tests.
-
-Nothing here depends on the GPU's maker, and all of it runs in Triton's interpreter.
-"""
+"""What the Triton kernels share: pointers from addresses, exact rounding, overlapped launches, delays for tests."""
 
 from __future__ import annotations
 
+import functools
 import os
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on the CPU. Decided when triton is imported."""
+
+
+@functools.cache
+def launch_options() -> dict[str, Any]:
+    """Options of every launch whose kernel begins with `await_kernel_before` and takes ``OVERLAPPED``.
+
+    Where the GPU can (CUDA from 9.0 on), a kernel's programs are set up while the kernel before them still runs.
+    """
+    if INTERPRETED or torch.version.hip is not None or torch.cuda.get_device_capability() < (9, 0):
+        return {"OVERLAPPED": False}
+    return {"OVERLAPPED": True, "launch_pdl": True}
+
+
+@triton.jit
+def await_kernel_before(OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return when all that earlier kernels of the stream wrote can be read; to be called before any load or store."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
