@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from compute.kernels.memory import Memory
 from compute.kernels.reference_rows import check_positions, page_addresses
@@ -21,6 +20,10 @@ from protocol.layout import INDEX_DIM, PAGE_TOKENS, KeyLayout
 KEY_TILE = 512
 """Keys scored by one matrix product. Every product has this shape, whatever the length of the history, so that the
 bits of a key's score depend on the query row and the key alone."""
+
+_TILES = 8
+"""Tiles decoded at a time: few, so that they are still in a cache when the next row is scored. The result does not
+depend on it."""
 
 _E4M3_MAX = 448.0
 
@@ -53,7 +56,7 @@ def decode_key_block(blocks: Tensor, layout: KeyLayout) -> tuple[Tensor, Tensor]
     # Looked up: several times as fast as a conversion on a CPU, and equal by construction.
     table = torch.arange(256, dtype=torch.uint8, device=blocks.device).view(torch.float8_e4m3fn).float()
     values = table.index_select(0, planes.int().view(-1)).view(*planes.shape[:-1], PAGE_TOKENS, INDEX_DIM)
-    return values, blocks[..., layout.scales_offset :].view(torch.float32)
+    return values, blocks[..., layout.scales_offset :].view(torch.float32).contiguous()
 
 
 def append_keys(memory: Memory, page_map: PageMap, group: int, positions: Tensor, keys: Tensor) -> None:
@@ -86,26 +89,33 @@ def index_scores(
     """
     check_positions(page_map, positions)
     rows, heads, _ = query.shape
-    tokens = int(positions.max()) + 1 if rows else 0
-    pages = -(-tokens // PAGE_TOKENS)
-    layout = page_map.format.encoding.keys
-    scores = torch.full((rows, tokens), -torch.inf, device=query.device)
-    if tokens == 0:
-        return scores
-    blocks = memory.read(page_map.key_block_address[group, :pages], layout.block_bytes)
-    values, scales = decode_key_block(blocks, layout)
-    tiles = -(-tokens // KEY_TILE)
-    # Keys beyond the history are whatever memory held. Their scores are dropped; only the last tile lacks blocks.
-    keys = pad(values.view(-1, INDEX_DIM), (0, 0, 0, tiles * KEY_TILE - pages * PAGE_TOKENS))
-    key_scales = scales.reshape(-1)
-    transposed = keys.view(tiles, KEY_TILE, INDEX_DIM).transpose(1, 2)  # [tiles, 128, KEY_TILE]
-    dots = torch.empty((tiles, heads, KEY_TILE), device=query.device)
-    sums = torch.empty((tiles, 1, KEY_TILE), device=query.device)
+    last = positions.tolist()
+    tokens = max(last, default=-1) + 1
     query, weights = query.float(), weights * INDEX_DIM**-0.5  # a positive factor may stand outside the relu
-    for row, position in enumerate(positions.tolist()):
-        used = -(-(position + 1) // KEY_TILE)
-        torch.bmm(query[row].expand(used, -1, -1), transposed[:used], out=dots[:used]).relu_()
-        torch.bmm(weights[row].expand(used, 1, heads), dots[:used], out=sums[:used])
-        seen = position + 1
-        torch.mul(sums.view(-1)[:seen], key_scales[:seen], out=scores[row, :seen])
+    dots = query.new_empty(_TILES, heads, KEY_TILE)
+    sums = query.new_empty(_TILES, 1, KEY_TILE)
+    scores = query.new_full((rows, tokens), -torch.inf)
+    for start in range(0, tokens, _TILES * KEY_TILE):
+        keys, scales = _key_tiles(memory, page_map, group, start, tokens)
+        for row in range(rows):
+            seen = min(last[row] + 1 - start, scales.shape[0])
+            if seen > 0:
+                used = -(-seen // KEY_TILE)
+                torch.bmm(query[row].expand(used, -1, -1), keys[:used], out=dots[:used]).relu_()
+                torch.bmm(weights[row].expand(used, 1, -1), dots[:used], out=sums[:used])
+                torch.mul(sums.view(-1)[:seen], scales[:seen], out=scores[row, start : start + seen])
     return scores
+
+
+def _key_tiles(memory: Memory, page_map: PageMap, group: int, start: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Up to `_TILES` tiles of keys from position ``start`` on, float32 [tiles, 128, KEY_TILE], and their scales [n].
+
+    The last tile is filled up with its last block, and beyond ``tokens`` keys are whatever memory held: what they score
+    is never looked at.
+    """
+    tiles = min(-(-(tokens - start) // KEY_TILE), _TILES)
+    page = torch.arange(tiles * KEY_TILE // PAGE_TOKENS, device=page_map.page_address.device) + start // PAGE_TOKENS
+    address = page_map.key_block_address[group, page.clamp_max((tokens - 1) // PAGE_TOKENS)]
+    layout = page_map.format.encoding.keys
+    keys, scales = decode_key_block(memory.read(address, layout.block_bytes), layout)
+    return keys.view(tiles, KEY_TILE, INDEX_DIM).transpose(1, 2), scales.flatten()
