@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from kvd.alloc.ledger import Account, Ledger
 from kvd.config import LimitsConfig
@@ -18,6 +17,7 @@ from kvd.leases import Lease
 from kvd.logs import Log
 from kvd.session import HOST_TIER, Session
 from kvd.session_blocks import SessionBlocks
+from kvd.shared_memory import SharedMemoryGranter
 from kvd.tiers.host_ram import HostRam
 from protocol import messages
 from protocol.errors import (
@@ -30,7 +30,6 @@ from protocol.errors import (
     StaleGeneration,
     UnknownSession,
 )
-from protocol.handles import Extent, SharedMemory
 from protocol.layout import PAGE_ALIGNMENT, PAGE_TOKENS, round_up
 from protocol.messages import Done, PagesChanged, SessionOpened
 from protocol.session_state import SessionHeader, unpack_frame
@@ -55,7 +54,7 @@ class Sessions:
         self._limits = limits
         self._log = log
         self._numbers = itertools.count(1)
-        self._handles = itertools.count(1)
+        self._granter = SharedMemoryGranter(host)
         self._sessions: dict[int, Session] = {}
         self._by_name: dict[tuple[int, str], Session] = {}
         ledger.add_auditor(HOST_TIER, lambda: sum(session.blocks.taken_bytes() for session in self))
@@ -304,37 +303,14 @@ class Sessions:
         self._ledger.release(session.account("session_state"), nbytes, nbytes)
 
     def _opened(self, session: Session, lease: Lease, seq: int) -> SessionOpened:
-        blocks = {True: session.blocks.daemon, False: session.blocks.worker}
-        memory = {
-            read_only: self._share(lease, segment.nbytes, read_only, partial(segment.open_fd, read_only=read_only))
-            for read_only, segment in blocks.items()
-        }
-        session.grants = [part.grant for part in memory.values()]
+        daemon_block, worker_block = self._granter.blocks(session, lease)
+        header = session.header
+        extents = self._granter.extents(session.extents, lease)
         return SessionOpened(
-            seq=seq,
-            session=session.number,
-            generation=session.header.generation,
-            page_count=session.header.page_count,
-            daemon_block=memory[True],
-            worker_block=memory[False],
-            extents=self._new_extents(lease, session.extents),
+            seq, header.session, header.generation, header.page_count, daemon_block, worker_block, extents
         )
 
     def _changed(self, session: Session, lease: Lease, seq: int, added: Sequence[int]) -> PagesChanged:
-        extents = self._new_extents(lease, {unpack_frame(frame)[0] for frame in added})
+        extents = self._granter.extents({unpack_frame(frame)[0] for frame in added}, lease)
         header = session.header
         return PagesChanged(seq, header.session, header.generation, header.page_count, extents)
-
-    def _new_extents(self, lease: Lease, extents: set[int]) -> list[Extent]:
-        """Grants of those extents that ``lease`` was not given before."""
-        granted = []
-        for number in sorted(extents - lease.extents):
-            open_descriptor = partial(self._host.open_fd, number, read_only=False)
-            granted.append(Extent(number, self._share(lease, self._host.extent_bytes, False, open_descriptor)))
-            self._host.granted(number, lease.number)
-            lease.extents.add(number)
-        return granted
-
-    def _share(self, lease: Lease, nbytes: int, read_only: bool, open_descriptor: Callable[[], int]) -> SharedMemory:
-        handle = next(self._handles)
-        return SharedMemory(handle, nbytes, read_only, lease.grant(handle, open_descriptor))
