@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from compute.device import Copy, Mapping
+from compute.populate import populate
 from protocol.errors import NoDevice, OsFailure
 
 REGISTER_CHUNK = 64 << 30
 """Most bytes registered in one call, in bytes: recent drivers fail on registrations of half a TiB."""
-
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; not in the mmap module
 
 
 class _Foreign:
@@ -125,11 +124,10 @@ class _RegisteredMapping:
         finally:
             os.close(fd)
         self._map.madvise(mmap.MADV_DONTFORK)
-        # Filling the page tables first makes registration several times faster than letting it fault page by page.
-        self._map.madvise(_POPULATE_WRITE)
         keep = (ctypes.c_char * nbytes).from_buffer(self._map)
         self.address = ctypes.addressof(keep)
         del keep
+        populate(self.address, nbytes)
         self._chunks: list[int] = []
         try:
             for start in range(0, nbytes, REGISTER_CHUNK):

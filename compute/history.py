@@ -150,7 +150,11 @@ class History:
         self.selections += selection.shape[0]
         if not self._use_cache or self.caches is None:
             return reference.row_addresses(self.map, group, selection)
-        return self._round(self.caches, group, selection)
+        decided = self._round(self.caches, group, selection)
+        if self._corrupt and decided.miss_slot.numel():
+            self.caches.groups[group].rows[decided.miss_slot[:1].long()] = 0x40
+            self._corrupt = False
+        return decided.addresses
 
     def attend(self, layer: int, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float) -> Tensor:
         """Attention output in the latent space: float32 [n, heads, 512]."""
@@ -241,14 +245,11 @@ class History:
 
     # Rounds
 
-    def _round(self, caches: HotCaches, group: int, selection: Tensor) -> Tensor:
+    def _round(self, caches: HotCaches, group: int, selection: Tensor) -> reference.Round:
         cache = caches.groups[group]
         decided = reference.resolve(cache, self.map, group, selection)
         reference.fetch(self._memory, cache, self.map, group, decided)
-        if self._corrupt and decided.miss_slot.numel():
-            cache.rows[decided.miss_slot[:1].long()] ^= 0x3F
-            self._corrupt = False
-        return decided.addresses
+        return decided
 
     def _warm(self, cached: bool) -> None:
         """Fetch what the last row of a prefill selected, so that decoding does not start with a cold cache."""

@@ -1,0 +1,85 @@
+"""A daemon that gives the VRAM of a real GPU, without a context of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from compute.client import Client
+from tests.blackbox.daemon_process import DaemonProcess
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def cuda_daemon(run_dir: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(
+        run_dir, device="cuda", host_capacity="8GiB", host_extent="1GiB", vram_capacity="32GiB", drain_timeout_s="0"
+    ) as process:
+        yield process.wait_ready()
+        assert process.stat().ledger == "balanced"
+        assert process.stop() == 0
+
+
+def used_bytes(uuid: str) -> int:
+    """VRAM in use, as the driver reports it."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    return int(memory.used)
+
+
+def test_committed_bytes_are_what_the_driver_reports(cuda_daemon: DaemonProcess) -> None:
+    sizes = [20 * MIB + MIB // 2, 40_000, 2 * MIB, 2 * MIB + 1, 512 * MIB, 3 * 1024 * MIB]
+    with Client(cuda_daemon.run_dir, name="books") as client:
+        uuid = client.welcome.devices[0].device
+        before = used_bytes(uuid)
+        handles = [client.allocate_device(uuid, size, "ring").handle for size in sizes]
+        tier = next(tier for tier in client.stat().tiers if tier.tier == f"vram:{uuid}")
+        assert used_bytes(uuid) - before == tier.committed
+        assert tier.requested == sum(sizes)
+        assert tier.committed == sum(-(-size // (2 * MIB)) * 2 * MIB for size in sizes)
+        for handle in handles:
+            client.free_device(handle)
+        assert used_bytes(uuid) == before
+        assert next(tier for tier in client.stat().tiers if tier.tier == f"vram:{uuid}").committed == 0
+
+
+def test_daemon_has_no_context(cuda_daemon: DaemonProcess) -> None:
+    with Client(cuda_daemon.run_dir, name="context") as client:
+        client.allocate_device(client.welcome.devices[0].device, 64 * MIB, "ring")
+        command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+        pids = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        assert str(cuda_daemon.process.pid) not in pids
+
+
+def test_killed_worker_gives_vram_back(cuda_daemon: DaemonProcess) -> None:
+    uuid = next(tier.tier for tier in cuda_daemon.stat().tiers if tier.tier.startswith("vram:")).removeprefix("vram:")
+    before = used_bytes(uuid)
+    arguments = ["generate", "--run-dir", str(cuda_daemon.run_dir), "--device", "cuda", "--tokens", "100000"]
+    worker = subprocess.Popen([sys.executable, "-m", "compute.cli", *arguments], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not any(session.logical_rows > 64 for session in cuda_daemon.stat().sessions):
+            assert worker.poll() is None, "the worker ended by itself"
+            assert time.monotonic() < deadline, "the worker decoded nothing"
+            time.sleep(0.05)
+    finally:
+        worker.kill()
+        worker.wait()
+    killed = time.monotonic()
+    while used_bytes(uuid) != before:
+        assert time.monotonic() - killed < 2, json.dumps(used_bytes(uuid) - before)
+        time.sleep(0.02)
+    tier = next(tier for tier in cuda_daemon.stat().tiers if tier.tier == f"vram:{uuid}")
+    assert (tier.requested, tier.committed, tier.quarantined) == (0, 0, 0)
+    assert [session.state for session in cuda_daemon.stat().sessions] == ["stored"]
