@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -84,9 +85,10 @@ def _load(parsed: argparse.Namespace) -> Config:
 
 def _run(parsed: argparse.Namespace) -> int:
     settings = _load(parsed)
+    faulthandler.enable()  # a watchdog's SIGABRT leaves word of where the loop was
     log = logs.configure(settings.log)
     try:
-        Daemon(settings, log).run()
+        Daemon(settings, log, reread=lambda: _load(parsed)).run()
     except KvdError as error:
         log.error("daemon ended", code=error.code, reason=error.message, **error.facts)
         return error.exit_status

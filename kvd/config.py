@@ -85,9 +85,11 @@ class SocketConfig:
 class LimitsConfig:
     """How many of each there may be."""
 
-    max_leases: int = setting(Number(1, 1024), 256, "Leases at the same time; each is one worker process.")
-    max_sessions: int = setting(Number(1, 1024), 1024, "Sessions at the same time, held and stored.")
-    max_handles: int = setting(Number(1, 1 << 16), 4096, "Pieces of VRAM that one lease may hold.")
+    max_leases: int = setting(
+        Number(1, 1024), 256, "Leases at the same time; each is one worker process.", reloadable=True
+    )
+    max_sessions: int = setting(Number(1, 1024), 1024, "Sessions at the same time, held and stored.", reloadable=True)
+    max_handles: int = setting(Number(1, 1 << 16), 4096, "Pieces of VRAM that one lease may hold.", reloadable=True)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ class LogConfig:
     format: str = setting(
         Word(("auto", "console", "json")), "auto", "``auto`` is console on a terminal and JSON lines elsewhere."
     )
-    level: str = setting(Word(("debug", "info", "warning", "error")), "info", "Least severe level that is logged.")
+    level: str = setting(
+        Word(("debug", "info", "warning", "error")), "info", "Least severe level that is logged.", reloadable=True
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,10 @@ class Config:
         Word(("cpu", "cuda")), "cuda", "Kind of device that VRAM is taken from. There is no fallback between them."
     )
     drain_timeout_s: float = setting(
-        Number(0, 86400, real=True), 30.0, "Seconds that a daemon told to stop waits for leases to end."
+        Number(0, 86400, real=True),
+        30.0,
+        "Seconds that a daemon told to stop waits for leases to end.",
+        reloadable=True,
     )
     host: HostConfig = field(default_factory=HostConfig)
     vram: VramConfig = field(default_factory=VramConfig)
@@ -138,6 +145,7 @@ class Key:
     kind: Kind
     default: Any
     doc: str
+    reloadable: bool
 
     @property
     def dotted(self) -> str:
@@ -169,7 +177,7 @@ _SECTIONS: dict[str, type[Any]] = {
 def _keys_of(section: str, cls: Any) -> Iterator[Key]:
     for item in dataclasses.fields(cls):
         if "kind" in item.metadata:
-            yield Key(section, item.name, item.metadata["kind"], item.default, item.metadata["doc"])
+            yield Key(section, item.name, default=item.default, **item.metadata)
 
 
 KEYS = {key.dotted: key for section, cls in {"": Config, **_SECTIONS}.items() for key in _keys_of(section, cls)}

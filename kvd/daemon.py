@@ -1,4 +1,4 @@
-"""``kvd run``: start, serve, drain, leave nothing behind."""
+"""``kvd run``: start, serve, take up changed settings, drain, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 
 import zmq
 
-from kvd import __version__
+from kvd import __version__, logs, reload
 from kvd.config import Config
 from kvd.handle_socket import HandleSocket
 from kvd.logs import Log
 from kvd.loop import Loop
-from kvd.node import Node
+from kvd.node import BALANCED, Node
 from kvd.notify import Notifier
 from kvd.run_dir import RunDir
 from kvd.server import ControlServer
 from kvd.tiers.segment import remove_stale
-from protocol.errors import OsFailure
+from protocol.errors import KvdError, OsFailure
 
 CHECK_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 2.0
+STEP_TIMEOUT_S = 30.0
+"""How long a step of starting or stopping may go without a sign of progress."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -35,17 +38,21 @@ class _Interrupted(Exception):
 
 
 class Daemon:
-    """One run of the daemon. `run` returns when it has drained; then no socket and no shared memory of it is left."""
+    """One run of the daemon. `run` returns when it has drained; then no socket and no shared memory of it is left.
 
-    def __init__(self, config: Config, log: Log) -> None:
+    ``reread`` reads all settings again, from where ``config`` came from.
+    """
+
+    def __init__(self, config: Config, log: Log, reread: Callable[[], Config]) -> None:
         self._config = config
+        self._reread = reread
         self._log = log
         self._notifier = Notifier()
         self._loop = Loop(log)
         self._drain_until = 0.0
         self._wake_read, self._wake_write = socket.socketpair()
-        self._last_progress = time.monotonic()
-        self._stopping = False
+        self._last_progress = self._last_check = time.monotonic()
+        self._stopping = self._reload_wanted = self._serving = False
 
     def run(self) -> None:
         """Serve until a signal to stop, then drain. Raises the typed error of whatever keeps it from starting."""
@@ -81,7 +88,7 @@ class Daemon:
         config, loop, node = self._config, self._loop, self._node
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         cleanup.callback(context.term)
-        self._handles = HandleSocket(config.handle_socket, config.limits.max_leases, loop, node, self._log)
+        self._handles = HandleSocket(config.handle_socket, loop, node, self._log)
         cleanup.callback(self._handles.close)
         server = ControlServer(config.control_socket, config.handle_socket, context, node, self._log)
         cleanup.callback(server.close)
@@ -99,23 +106,35 @@ class Daemon:
             vram_capacity=vram.capacity,
             pid=os.getpid(),
         )
+        self._serving = True
         self._notifier.send("READY=1", "STATUS=serving")
 
     def _populated(self, done: int, total: int) -> None:
-        """Progress of taking host RAM, in the log; and the place where a signal to stop ends it."""
+        """Progress of taking host RAM, in the log; and while starting, the place where a signal to stop ends it."""
+        if self._serving:
+            if time.monotonic() - self._last_check >= CHECK_INTERVAL_S:
+                self._check()
+            return
         if self._stopping:
             raise _Interrupted
         now = time.monotonic()
         if now - self._last_progress >= PROGRESS_INTERVAL_S or done == total:
             self._last_progress = now
             self._log.info("taking host RAM", done_bytes=done, total_bytes=total, percent=100 * done // total)
-            self._notifier.send(f"STATUS=taking host RAM: {100 * done // total} %")
+            self._notifier.extend_timeout(STEP_TIMEOUT_S, f"STATUS=taking host RAM: {100 * done // total} %")
 
     def _tick(self) -> None:
-        self._node.check()
+        self._check()
         self._handles.drop_idle()
         if self._stopping:
+            self._notifier.extend_timeout(STEP_TIMEOUT_S, f"STATUS=draining: {len(self._node.leases)} leases")
             self._stop_if_drained()
+
+    def _check(self) -> None:
+        """Look at the books; the watchdog of the service manager hears of it only while they add up."""
+        self._last_check = time.monotonic()
+        if self._node.check() == BALANCED:
+            self._notifier.send("WATCHDOG=1")
 
     # Signals
 
@@ -131,7 +150,10 @@ class Daemon:
         self._loop.watch(self._wake_read.fileno(), self._woken)
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
-        """First signal: stop when it is time. Second: at once."""
+        """Hang-up: read the settings again. First signal to stop: when it is time. Second: at once."""
+        if number == signal.SIGHUP:
+            self._reload_wanted = True
+            return
         if self._stopping:
             raise SystemExit(128 + number)
         self._stopping = True
@@ -139,8 +161,28 @@ class Daemon:
     def _woken(self) -> None:
         """A signal came while the loop was waiting."""
         self._wake_read.recv(64)
+        if self._reload_wanted:
+            self._reload_wanted = False
+            self._reload()
         if self._stopping and not self._node.draining:
             self._drain()
+
+    def _reload(self) -> None:
+        """Read the settings again and take up what may change. If anything is wrong with them, nothing changes."""
+        self._notifier.reloading()
+        try:
+            outcome = reload.merge(self._config, self._reread())
+            _raise_file_limit(outcome.config)
+        except KvdError as error:
+            self._log.error("reload failed: the settings stay as they were", code=error.code, reason=error.message)
+        else:
+            self._config = outcome.config
+            logs.set_level(outcome.config.log.level)
+            self._node.limit(outcome.config.limits)
+            self._log.info("settings reloaded", changed=dict(outcome.changed))
+            if outcome.refused:
+                self._log.warning("settings that need a restart stay as they were", refused=dict(outcome.refused))
+        self._notifier.send("READY=1", "STATUS=draining" if self._node.draining else "STATUS=serving")
 
     def _drain(self) -> None:
         """Take no new work and wait for the leases."""

@@ -20,11 +20,11 @@ PURPOSES = get_args(DevicePurpose)
 
 
 class DeviceMemoryVerbs:
-    """Answers `AllocateDevice` and `FreeDevice`. A lease may hold ``limit`` handles."""
+    """Answers `AllocateDevice` and `FreeDevice`. No lease gets more than ``limit`` handles."""
 
     def __init__(self, vram: Vram, limit: int) -> None:
         self._vram = vram
-        self._limit = limit
+        self.limit = limit
 
     def allocate(self, lease: Lease, request: messages.AllocateDevice) -> DeviceAllocated:
         """Take VRAM on the account of ``lease`` and of the session that the request names, which it holds."""
@@ -33,8 +33,8 @@ class DeviceMemoryVerbs:
                 f"no device {request.device[:64]!r} is served; there is {', '.join(self._vram.devices())}",
                 device=request.device[:64],
             )
-        if len(lease.device_grants) >= self._limit:
-            raise InvalidValue("device memory handles of the lease", self._limit + 1, f"at most {self._limit}")
+        if len(lease.device_grants) >= self.limit:
+            raise InvalidValue("device memory handles of the lease", self.limit + 1, f"at most {self.limit}")
         account = Account(vram_tier(request.device), lease.number, request.session, request.purpose)
         allocation = self._vram.allocate(account, request.nbytes, temporary=request.purpose == TEMPORARY)
         grant = lease.grant(allocation.handle, partial(self._duplicate, allocation.handle))

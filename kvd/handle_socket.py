@@ -30,10 +30,9 @@ IDLE_LIMIT_S = 10.0
 
 
 class HandleSocket:
-    """Listens at ``path``, a path that is free. ``max_leases`` bounds the connections."""
+    """Listens at ``path``, a path that is free. The limit of leases bounds the connections."""
 
-    def __init__(self, path: Path, max_leases: int, loop: Loop, node: Node, log: Log) -> None:
-        self._limit = max_leases + SPARE_CONNECTIONS
+    def __init__(self, path: Path, loop: Loop, node: Node, log: Log) -> None:
         self._loop = loop
         self._node = node
         self._log = log
@@ -70,8 +69,9 @@ class HandleSocket:
         except OSError as error:
             self._log.warning("connection not accepted", reason=error.strerror)
             return
-        if len(self._connections) >= self._limit:
-            self._log.warning("connection refused: too many", limit=self._limit)
+        limit = self._node.leases.limit + SPARE_CONNECTIONS
+        if len(self._connections) >= limit:
+            self._log.warning("connection refused: too many", limit=limit)
             accepted.close()
             return
         accepted.setblocking(False)

@@ -70,11 +70,11 @@ class Lease:
 
 
 class Leases:
-    """All leases of this run of the daemon, which ``epoch`` names."""
+    """All leases of this run of the daemon, which ``epoch`` names. ``limit`` bounds those opened from now on."""
 
     def __init__(self, epoch: int, limit: int) -> None:
         self.epoch = epoch
-        self._limit = limit
+        self.limit = limit
         self._numbers = itertools.count(1)
         self._leases: dict[int, Lease] = {}
 
@@ -87,8 +87,8 @@ class Leases:
     def open(self, peer: Peer, process: Process, client: str) -> Lease:
         """A new lease, which owns ``process`` from now on. Raises `InvalidValue` for a bad name or one too many."""
         require_client_name(client)
-        if len(self._leases) >= self._limit:
-            raise InvalidValue("number of leases", len(self._leases) + 1, f"at most {self._limit} (limits.max_leases)")
+        if len(self._leases) >= self.limit:
+            raise InvalidValue("number of leases", len(self._leases) + 1, f"at most {self.limit} (limits.max_leases)")
         lease = Lease(next(self._numbers), peer, process, client)
         self._leases[lease.number] = lease
         return lease

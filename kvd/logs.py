@@ -5,13 +5,27 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
 
 from kvd.config import LogConfig
 
 Log = structlog.stdlib.BoundLogger
+
+
+class _Threshold:
+    """Drops what is less severe than the level in force, which may change while loggers are in use."""
+
+    level = logging.INFO
+
+    def __call__(self, _: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        if logging.getLevelNamesMapping()[method.upper()] < self.level:
+            raise structlog.DropEvent
+        return event
+
+
+_threshold = _Threshold()
 
 
 class _StandardError:
@@ -29,7 +43,9 @@ class _StandardError:
 def configure(config: LogConfig) -> Log:
     """Set the log up, once; returns its root."""
     console = config.format == "console" or (config.format == "auto" and sys.stderr.isatty())
+    set_level(config.level)
     processors: list[structlog.typing.Processor] = [
+        _threshold,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
     ]
@@ -39,9 +55,14 @@ def configure(config: LogConfig) -> Log:
         processors += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _StandardError())),
         cache_logger_on_first_use=True,
     )
     log: Log = structlog.get_logger()
     return log
+
+
+def set_level(level: str) -> None:
+    """Log ``level`` and what is more severe from now on."""
+    _threshold.level = logging.getLevelNamesMapping()[level.upper()]

@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 
 from kvd.alloc.ledger import Ledger
-from kvd.config import Config
+from kvd.config import Config, LimitsConfig
 from kvd.device_memory import DeviceMemoryVerbs
 from kvd.leases import Lease, Leases
 from kvd.logs import Log
@@ -22,6 +22,9 @@ from kvd.tiers.segment import Progress
 from kvd.tiers.vram import Vram
 from protocol.errors import Draining, LedgerMismatch
 from protocol.messages import DeviceInfo
+
+BALANCED = "balanced"
+"""What a check says when the books add up."""
 
 
 class Node:
@@ -95,15 +98,21 @@ class Node:
             steps.callback(self.sessions.lease_ended, lease)
         self._log.info("lease ended", lease=lease.number, peer=str(lease.peer), age_s=round(lease.age_s, 3))
 
+    def limit(self, limits: LimitsConfig) -> None:
+        """What is there stays; new leases, sessions and handles keep to these limits."""
+        self.leases.limit = limits.max_leases
+        self.sessions.limits = limits
+        self.device_memory.limit = limits.max_handles
+
     def check(self) -> str:
-        """``balanced``, or the arithmetic of what does not add up; damaged sessions are flagged."""
+        """`BALANCED`, or the arithmetic of what does not add up; damaged sessions are flagged."""
         self.sessions.inspect()
         try:
             self.ledger.check()
         except LedgerMismatch as error:
             self._log.error("ledger does not add up", arithmetic=error.message)
             return error.message
-        return "balanced"
+        return BALANCED
 
     def close(self) -> None:
         """Give everything back, whoever holds it."""

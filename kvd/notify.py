@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 from protocol.errors import OsFailure
 
@@ -13,6 +14,14 @@ class Notifier:
 
     def __init__(self) -> None:
         self._address = os.environ.pop("NOTIFY_SOCKET", "")
+
+    def extend_timeout(self, seconds: float, *lines: str) -> None:
+        """Ask for ``seconds`` from now to finish starting or stopping, instead of what the unit says."""
+        self.send(f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}", *lines)
+
+    def reloading(self) -> None:
+        """Say that a reload has begun; it ends with ``READY=1``."""
+        self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def send(self, *lines: str) -> None:
         """Send assignments such as ``READY=1``. Raises `OsFailure` if they cannot be sent."""

@@ -51,7 +51,7 @@ class Sessions:
         self._prefix = prefix
         self._ledger = ledger
         self._host = host
-        self._limits = limits
+        self.limits = limits
         self._log = log
         self._numbers = itertools.count(1)
         self._granter = SharedMemoryGranter(host)
@@ -223,7 +223,7 @@ class Sessions:
             "page_bytes": (request.page_bytes, 1, self._host.extent_bytes),
             "token_capacity": (request.token_capacity, 1, LARGEST_TOKEN_CAPACITY),
             "commit_bytes": (request.commit_bytes, 0, LARGEST_COMMIT),
-            "number of sessions": (len(self._sessions) + 1, 1, self._limits.max_sessions),
+            "number of sessions": (len(self._sessions) + 1, 1, self.limits.max_sessions),
         }
         for what, (value, least, most) in limits.items():
             if not least <= value <= most:

@@ -129,9 +129,13 @@ class FileMode:
         return f'"{value:04o}"'
 
 
-def setting(kind: Kind, default: object, doc: str) -> Any:
-    """A dataclass field that is a setting; ``default`` is written as in a file."""
-    return dataclasses.field(default=kind.parse(default), metadata={"kind": kind, "doc": doc})
+def setting(kind: Kind, default: object, doc: str, *, reloadable: bool = False) -> Any:
+    """A dataclass field that is a setting; ``default`` is written as in a file.
+
+    A ``reloadable`` one may change while the daemon runs.
+    """
+    metadata = {"kind": kind, "doc": doc, "reloadable": reloadable}
+    return dataclasses.field(default=kind.parse(default), metadata=metadata)
 
 
 def parse_setting(kind: Kind, key: str, value: object, origin: str) -> Any:

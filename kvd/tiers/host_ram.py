@@ -45,7 +45,7 @@ class HostRam:
     """``capacity_bytes`` of host RAM under the ledger's tier ``tier``, in extents of ``extent_bytes``.
 
     Segments are named ``prefix-e<number>``. With ``numa_node`` all memory comes from that node. ``progress`` is called
-    while the memory is populated, in the calling thread. Raises `OutOfCapacity` naming the limit that is in the way,
+    whenever memory is populated, in the calling thread. Raises `OutOfCapacity` naming the limit that is in the way,
     `InvalidValue` or `OsFailure`; then no segment and no tier is left.
     """
 
@@ -67,6 +67,7 @@ class HostRam:
         self._prefix = require_name(prefix)
         self._numa_node = numa_node
         self._threads = len(os.sched_getaffinity(0))
+        self._progress = progress
         self._tier = tier
         self._unassigned = Account(tier, 0, 0, UNASSIGNED)
         self._extents = [Extent(number) for number in range(count)]
@@ -74,7 +75,7 @@ class HostRam:
         self._granted: defaultdict[int, set[Extent]] = defaultdict(set)
         ledger.add_tier(tier, capacity_bytes)
         try:
-            self._create(self._extents, progress)
+            self._create(self._extents)
         except BaseException:
             ledger.remove_tier(tier)
             raise
@@ -105,7 +106,7 @@ class HostRam:
                 break
         else:
             raise self._out_of_capacity(uid, stride, count, found)
-        self._create([extent for extent in chosen if not extent.stride and not extent.is_usable(uid)], None)
+        self._create([extent for extent in chosen if not extent.stride and not extent.is_usable(uid)])
         self._ledger.transfer(self._unassigned, account, count * payload, count * stride, requested_before=0)
         holding = Holding(account, payload)
         frames: list[int] = []
@@ -177,7 +178,7 @@ class HostRam:
         To be called when there is time: an allocation that finds no clean extent does it itself. Returns how many.
         """
         old = [extent for extent in self._extents if not (extent.stride or extent.grants or extent.is_usable(None))]
-        self._create(old[:most], None)
+        self._create(old[:most])
         return len(old[:most])
 
     def held_bytes(self) -> int:
@@ -196,7 +197,7 @@ class HostRam:
         self._extents = []
         self._ledger.remove_tier(self._tier)
 
-    def _create(self, extents: list[Extent], progress: Progress | None) -> None:
+    def _create(self, extents: list[Extent]) -> None:
         """New segments for unassigned extents. If that fails they have none, and a later attempt may succeed."""
         for extent in extents:
             if extent.segment is not None:
@@ -209,7 +210,7 @@ class HostRam:
         total = len(extents) * self._extent_bytes
         with self._ledger.reserve(self._unassigned, 0, total) as reservation:
             segments = create_segments(
-                names, self._extent_bytes, threads=self._threads, numa_node=self._numa_node, progress=progress
+                names, self._extent_bytes, threads=self._threads, numa_node=self._numa_node, progress=self._progress
             )
             reservation.commit(total)
         for extent, segment in zip(extents, segments, strict=True):

@@ -208,7 +208,7 @@ def test_service_manager_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch)
         manager.settimeout(20)
         monkeypatch.setenv("NOTIFY_SOCKET", str(run_dir / "notify"))
         with DaemonProcess(run_dir / "run", drain_timeout_s="0") as process:
-            assert manager.recv(200) == b"STATUS=taking host RAM: 100 %"
+            assert manager.recv(200) == b"EXTEND_TIMEOUT_USEC=30000000\nSTATUS=taking host RAM: 100 %"
             assert manager.recv(200) == b"READY=1\nSTATUS=serving"
             assert process.stat().pid == process.process.pid, "ready means that it answers"
             assert process.stop() == 0

@@ -1,0 +1,90 @@
+"""Which settings a running daemon takes up, and that the watchdog hears of balanced books only."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+
+import pytest
+
+from kvd import logs
+from kvd.config import KEYS, Config, LimitsConfig, LogConfig
+from kvd.daemon import Daemon
+from kvd.reload import merge
+
+
+def test_what_may_change_changes_and_the_rest_stays() -> None:
+    running = dataclasses.replace(Config(), origins=MappingProxyType(dict.fromkeys(KEYS, "default")))
+    wanted = dataclasses.replace(
+        running,
+        device="cpu",
+        drain_timeout_s=5.0,
+        limits=LimitsConfig(max_leases=7),
+        log=LogConfig(format="json", level="debug"),
+        origins=MappingProxyType(dict.fromkeys(KEYS, "a file")),
+    )
+    outcome = merge(running, wanted)
+    assert outcome.config == dataclasses.replace(
+        running, drain_timeout_s=5.0, limits=wanted.limits, log=LogConfig(level="debug")
+    )
+    assert outcome.changed == {
+        "drain_timeout_s": "30.0 → 5.0",
+        "limits.max_leases": "256 → 7",
+        "log.level": '"info" → "debug"',
+    }
+    assert outcome.refused == {"device": '"cuda" → "cpu"', "log.format": '"auto" → "json"'}
+    assert outcome.config.origins["limits.max_leases"] == "a file"
+    assert outcome.config.origins["device"] == "default"
+
+
+def test_settings_that_stay_the_same_are_neither_changed_nor_refused() -> None:
+    outcome = merge(Config(), Config())
+    assert (outcome.config, dict(outcome.changed), dict(outcome.refused)) == (Config(), {}, {})
+
+
+class Recorder:
+    """Stands in for the node and for the service manager."""
+
+    def __init__(self, *verdicts: str) -> None:
+        self.verdicts = list(verdicts)
+        self.sent: list[str] = []
+
+    def check(self) -> str:
+        return self.verdicts.pop(0)
+
+    def send(self, *lines: str) -> None:
+        self.sent += lines
+
+
+def test_the_watchdog_hears_of_balanced_books_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder("balanced", "host: 2 + 2 really taken != committed 5", "balanced")
+    daemon = Daemon(Config(), logs.configure(LogConfig()), reread=Config)
+    monkeypatch.setattr(daemon, "_node", recorder, raising=False)
+    monkeypatch.setattr(daemon, "_notifier", recorder)
+    daemon._check()
+    daemon._check()
+    assert recorder.sent == ["WATCHDOG=1"]
+    daemon._check()
+    assert recorder.sent == ["WATCHDOG=1", "WATCHDOG=1"]
+    for end in (daemon._wake_read, daemon._wake_write):
+        end.close()
+
+
+def test_the_level_of_the_log_changes_for_loggers_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logs.configure(LogConfig(format="json", level="warning"))
+    log.info("first")
+    log.warning("second")
+    logs.set_level("debug")
+    log.debug("third")
+    logs.set_level("error")
+    log.warning("fourth")
+    try:
+        raise ValueError
+    except ValueError:
+        log.exception("fifth")
+    words = capsys.readouterr().err
+    assert [word for word in ("first", "second", "third", "fourth", "fifth") if word in words] == [
+        "second",
+        "third",
+        "fifth",
+    ]
