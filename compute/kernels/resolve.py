@@ -4,10 +4,10 @@ The definition is `compute.kernels.reference.resolve`. The work is O(selection),
 
 Each session has ``PROGRAMS`` programs of ``LANES`` selected positions. A program looks its positions up, stamps the
 slots of its hits, and claims its misses by exchange on the table (-1 becomes -2: whoever gets the -1 has the claim, all
-others are duplicates), so the table never holds a slot of this round while positions are still looked up. Claims are
-listed from the front of a list, duplicates from its back. Then the program takes a ticket, and whoever takes the last
-one sees all stamps and claims, and assigns: the m-th claim takes the m-th slot, from the cursor on, without a stamp of
-this round. A window of as many slots as were selected always holds enough of these.
+others are duplicates), so the table never holds a slot of this round while positions are still looked up. It lists its
+claims from the front of its share of a list, its duplicates from the back. Then it takes a ticket, and whoever takes
+the last one sees all stamps and claims, and assigns: the m-th claim takes the m-th slot, from the cursor on, without a
+stamp of this round. A window of as many slots as were selected always holds enough of these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from compute.kernels import descriptors as field
 from compute.kernels import state
-from compute.kernels.triton_support import await_kernel_before, delay, launch_options, load_pointer
+from compute.kernels.assign import assign, list_free_slots
+from compute.kernels.triton_support import await_kernel_before, delay, launch_options, load_pointer, spread
 from protocol.errors import InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat
 
@@ -29,9 +30,9 @@ MAX_SELECTED = (1 << 14) - 1
 """Most selected positions of one session in a round: a ticket counts them in fields of 14 bits."""
 
 LANES = 256
-WARPS = 8
-CHUNK = 2048
-"""Slots, and claims, that assign handles at a time."""
+"""Selected positions of one program, one to a thread."""
+WINDOW = 2048
+"""Slots that assign looks at in one go."""
 
 _FREE = tl.constexpr(-1)
 _CLAIMED = tl.constexpr(-2)
@@ -65,26 +66,36 @@ class RoundBuffers:
     misses: Tensor
     """int32 [batch]"""
     listed: Tensor
-    """int64 [batch, rows * k], scratch: lane << 32 | position; claims from the front, duplicates from the back."""
+    """int64 [batch, lanes], scratch: lane << 32 | position of each claim and duplicate, in each program's share."""
+    homes: Tensor
+    """int64 [batch, lanes], scratch: home of each claim's group row."""
+    counts: Tensor
+    """int32 [batch, 2, programs], scratch: claims, and << 16 duplicates, of each program; claims of those before it."""
     free_slots: Tensor
-    """int32 [batch, rows * k], scratch: the slots that claims take, in the order of the cursor."""
+    """int64 [batch, rows * k], scratch: old position << 32 | slot of the slots that claims take, from the cursor on."""
     tickets: Tensor
-    """int64 [batch, 2], scratch, 0 between launches: the ticket word; listed claims and, << 32, duplicates."""
+    """int64 [batch], scratch, 0 between launches: the ticket word."""
 
     @classmethod
     def empty(cls, batch: int, rows: int, k: int, device: torch.device) -> RoundBuffers:
         """Buffers for ``rows`` query rows with ``k`` selected positions each, per session."""
         if not 0 < rows * k <= MAX_SELECTED:
             raise InvalidValue("selected positions of one round", rows * k, f"1 to {MAX_SELECTED}")
-        flat = (batch, rows * k)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros((batch, *shape), dtype=dtype, device=device)
+
+        programs = triton.next_power_of_2(triton.cdiv(rows * k, LANES))
         return cls(
-            addresses=torch.zeros((batch, rows, k), dtype=torch.int64, device=device),
-            source=torch.zeros(flat, dtype=torch.int64, device=device),
-            target=torch.zeros(flat, dtype=torch.int64, device=device),
-            misses=torch.zeros(batch, dtype=torch.int32, device=device),
-            listed=torch.zeros(flat, dtype=torch.int64, device=device),
-            free_slots=torch.zeros(flat, dtype=torch.int32, device=device),
-            tickets=torch.zeros((batch, 2), dtype=torch.int64, device=device),
+            addresses=zeros(rows, k),
+            source=zeros(rows * k),
+            target=zeros(rows * k),
+            misses=zeros(dtype=torch.int32),
+            listed=zeros(programs * LANES),
+            homes=zeros(programs * LANES),
+            counts=zeros(2, programs, dtype=torch.int32),
+            free_slots=zeros(rows * k),
+            tickets=zeros(),
         )
 
 
@@ -109,9 +120,7 @@ def resolve(
             f"contiguous int32 {tuple(buffers.addresses.shape)}",
         )
     batch, rows, k = selection.shape
-    selected = rows * k
-    lanes = min(LANES, triton.next_power_of_2(selected))
-    programs = triton.cdiv(selected, lanes)
+    programs = buffers.counts.shape[2]
     _resolve_kernel[(programs, batch)](
         records,
         selection,
@@ -120,28 +129,22 @@ def resolve(
         buffers.target,
         buffers.misses,
         buffers.listed,
+        buffers.homes,
+        buffers.counts,
         buffers.free_slots,
         buffers.tickets,
         page_format.group_offset(group),
         page_format.group_row_bytes(group),
         page_format.stride,
         FIELDS=field.FIELDS,
-        SELECTED=selected,
-        LANES=lanes,
+        SELECTED=rows * k,
+        LANES=LANES,
         PROGRAMS=programs,
-        CHUNK=min(CHUNK, triton.next_power_of_2(selected)),
+        WINDOW=WINDOW,
         DELAY=delay_seed,
-        num_warps=WARPS,
+        num_warps=LANES // 32,
         **launch_options(),
     )
-
-
-@triton.jit
-def _spread(COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """0 … COUNT - 1 with neighbours in neighbouring threads. A thread with a run of them would load wider words, but
-    each exchange between these and scattered accesses would go through shared memory and two barriers.
-    """
-    return tl.max_contiguous(tl.arange(0, COUNT), 1)
 
 
 @triton.jit
@@ -153,6 +156,8 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     target,
     misses,
     listed,
+    homes,
+    counts,
     free_slots,
     tickets,
     group_offset,
@@ -162,7 +167,7 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     SELECTED: tl.constexpr,
     LANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
     DELAY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -170,14 +175,17 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     session = tl.program_id(1).to(tl.int64)
     record = records + session * FIELDS
     first = session * SELECTED
-    lane = tl.program_id(0) * LANES + _spread(LANES)
+    lane = tl.program_id(0) * LANES + spread(LANES)
     position = tl.load(selection + first + lane, mask=lane < SELECTED, other=-1)
     table = load_pointer(record, field.TABLE, tl.int32)
     slot_round = load_pointer(record, field.SLOT_ROUND, tl.int32)
     control = load_pointer(record, field.CONTROL, tl.int32)
     window = load_pointer(record, field.WINDOW, tl.int64)
     page_address = load_pointer(record, field.PAGE_ADDRESS, tl.int64)
+    slot_position = load_pointer(record, field.SLOT_POSITION, tl.int32)
+    counters = load_pointer(record, field.COUNTERS, tl.int64)
     slot_rows = tl.load(record + field.SLOT_ROWS)
+    slots = tl.load(record + field.SLOTS).to(tl.int32)
     table_tokens = tl.load(record + field.TABLE_TOKENS)
     active = table_tokens > 0  # an idle place has no tokens
     in_table = (position >= 0) & (position < table_tokens)
@@ -209,114 +217,57 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     tl.store(addresses + first + lane, address, mask=(lane < SELECTED) & ~missed)
 
     ranks = tl.cumsum(claimed.to(tl.int32) + (duplicate.to(tl.int32) << 16))  # of both, 16 bits each
-    counts = claimed.to(tl.int64) << _CLAIMS_AT
-    counts += (duplicate.to(tl.int64) << _DUPLICATES_AT) + (hit.to(tl.int64) << _HITS_AT)
-    word = tl.sum(counts + (in_ring.to(tl.int64) << _RING_HITS_AT)) + 1
-    claims, duplicates = (word >> _CLAIMS_AT) & _COUNT, (word >> _DUPLICATES_AT) & _COUNT
-    listed_before = claims * 0
-    if PROGRAMS > 1 and claims + duplicates > 0:
-        listed_before = tl.atomic_add(tickets + 2 * session + 1, claims + (duplicates << 32), sem="relaxed")
-    claim_index = (listed_before & 0xFFFFFFFF) + (ranks & 0xFFFF) - 1
-    duplicate_index = SELECTED - (listed_before >> 32) - (ranks >> 16)
-    entry = (lane.to(tl.int64) << 32) + position
-    tl.store(listed + first + tl.where(claimed, claim_index, duplicate_index), entry, mask=missed)
-    tl.store(source + first + claim_index, home + token_offset, mask=claimed)
+    share = session * (PROGRAMS * LANES) + tl.program_id(0) * LANES
+    at = share + tl.where(claimed, (ranks & 0xFFFF) - 1, LANES - (ranks >> 16))
+    tl.store(listed + at, (lane.to(tl.int64) << 32) + position, mask=missed)
+    tl.store(homes + at, home + token_offset, mask=claimed)
 
+    entries = (claimed.to(tl.int64) << _CLAIMS_AT) + (duplicate.to(tl.int64) << _DUPLICATES_AT)
+    entries += (hit.to(tl.int64) << _HITS_AT) + (in_ring.to(tl.int64) << _RING_HITS_AT)
+    word = tl.sum(entries) + 1
+    count = ((word >> _CLAIMS_AT) & _COUNT) + (((word >> _DUPLICATES_AT) & _COUNT) << 16)
+    counts += session * (2 * PROGRAMS)
+    tl.store(counts + tl.program_id(0), count.to(tl.int32))
     delay(DELAY, round_number, 2)
     tl.debug_barrier()  # so that the ticket publishes what all threads of this program wrote
     if PROGRAMS > 1:
-        word += tl.atomic_add(tickets + 2 * session, word, sem="acq_rel")
+        word += tl.atomic_add(tickets + session, word, sem="acq_rel")
     if (word & _PROGRAMS_DONE) == PROGRAMS:
         delay(DELAY, round_number, 3)
-        all_claims = ((word >> _CLAIMS_AT) & _COUNT).to(tl.int32)
-        all_duplicates = ((word >> _DUPLICATES_AT) & _COUNT).to(tl.int32)
-        if all_claims > 0:
-            _assign(
-                record,
-                cursor,
-                round_number,
-                all_claims,
-                all_duplicates,
-                addresses + first,
-                target + first,
-                listed + first,
-                free_slots + first,
-                group_row_bytes,
-                SELECTED,
-                CHUNK,
+        claims = ((word >> _CLAIMS_AT) & _COUNT).to(tl.int32)
+        duplicates = ((word >> _DUPLICATES_AT) & _COUNT).to(tl.int32)
+        if claims > 0:
+            free = free_slots + first
+            list_free_slots(
+                slot_round, slot_position, slots, cursor, round_number, claims, counts, free, SELECTED, PROGRAMS, WINDOW
             )
-        tl.store(misses + session, all_claims)
-        tl.store(tickets + 2 * session, 0)
-        tl.store(tickets + 2 * session + 1, 0)
+            tl.debug_barrier()  # the free slots are listed
+            share = session * (PROGRAMS * LANES)
+            assign(
+                table,
+                slot_round,
+                slot_position,
+                control,
+                slot_rows,
+                slots,
+                round_number,
+                claims,
+                duplicates,
+                addresses + first,
+                source + first,
+                target + first,
+                listed + share,
+                homes + share,
+                counts,
+                free,
+                group_row_bytes,
+                LANES,
+                PROGRAMS,
+            )
+        tl.store(misses + session, claims)
+        tl.store(tickets + session, 0)
         tl.store(control + _ROUND, round_number, mask=active)
-        tl.store(control + _MISSES, all_claims, mask=active)
-        counters = load_pointer(record, field.COUNTERS, tl.int64)
+        tl.store(control + _MISSES, claims, mask=active)
         for counter in tl.static_range(4):
             added = (word >> (8 + 14 * counter)) & _COUNT
             tl.atomic_add(counters + counter, added, mask=active, sem="relaxed")  # an add that waits for nothing
-
-
-@triton.jit
-def _assign(  # type: ignore[no-untyped-def]
-    record,
-    cursor,
-    round_number,
-    claims,
-    duplicates,
-    addresses,
-    target,
-    listed,
-    free_slots,
-    group_row_bytes,
-    SELECTED: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Give the listed claims their slots, and all misses their addresses. Run by one program, after all stamps."""
-    table = load_pointer(record, field.TABLE, tl.int32)
-    slot_round = load_pointer(record, field.SLOT_ROUND, tl.int32)
-    slot_position = load_pointer(record, field.SLOT_POSITION, tl.int32)
-    control = load_pointer(record, field.CONTROL, tl.int32)
-    slots = tl.load(record + field.SLOTS).to(tl.int32)
-    slot_rows = tl.load(record + field.SLOT_ROWS)
-
-    index = _spread(CHUNK)
-    free, scanned = claims * 0, claims * 0
-    while free < claims:
-        slot = cursor + scanned + index
-        slot = tl.where(slot >= slots, slot - slots, slot)
-        inside = scanned + index < slots
-        stamp = tl.load(slot_round + slot, mask=inside, other=round_number)
-        owner = tl.load(slot_position + slot, mask=inside, other=-1)
-        rank = free + tl.cumsum((stamp != round_number).to(tl.int32)) - 1
-        taken = (stamp != round_number) & (rank < claims)
-        tl.store(free_slots + rank, slot, mask=taken)
-        tl.store(table + owner, _FREE, mask=taken & (owner >= 0))
-        last = taken & (rank == claims - 1)
-        tl.store(control + _CURSOR + index * 0, tl.where(slot + 1 == slots, 0, slot + 1), mask=last)
-        free = tl.max(rank) + 1
-        scanned += CHUNK
-    tl.debug_barrier()  # the free slots are listed
-
-    done = claims * 0
-    while done < claims:
-        mine = done + index < claims
-        entry = tl.load(listed + done + index, mask=mine, other=0)
-        slot = tl.load(free_slots + done + index, mask=mine, other=0)
-        position = entry.to(tl.int32)
-        address = slot_rows + slot.to(tl.int64) * group_row_bytes
-        tl.store(target + done + index, address, mask=mine)
-        tl.store(addresses + (entry >> 32), address, mask=mine)
-        tl.store(table + position, slot, mask=mine)
-        tl.store(slot_position + slot, position, mask=mine)
-        tl.store(slot_round + slot, round_number, mask=mine)
-        done += CHUNK
-
-    if duplicates > 0:
-        tl.debug_barrier()  # the table holds the slots of this round
-        done = duplicates * 0
-        while done < duplicates:
-            mine = done + index < duplicates
-            entry = tl.load(listed + SELECTED - 1 - done - index, mask=mine, other=0)
-            slot = tl.load(table + entry.to(tl.int32), mask=mine, other=0)
-            tl.store(addresses + (entry >> 32), slot_rows + slot.to(tl.int64) * group_row_bytes, mask=mine)
-            done += CHUNK

@@ -40,6 +40,14 @@ def load_pointer(record, FIELD: tl.constexpr, TYPE: tl.constexpr):  # type: igno
 
 
 @triton.jit
+def spread(COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """0 … COUNT - 1 with neighbours in neighbouring threads. A thread with a run of them would load wider words, but
+    each exchange between these and scattered accesses would go through shared memory and two barriers.
+    """
+    return tl.max_contiguous(tl.arange(0, COUNT), 1)
+
+
+@triton.jit
 def round_half_even(x):  # type: ignore[no-untyped-def]
     """float32 ``x`` to an integer, ties to even; |x| < 2**22. At 1.5 * 2**23 a float32 has no fraction left."""
     return (x + 12582912.0) - 12582912.0
