@@ -39,7 +39,9 @@ def shared_daemon() -> Iterator[DaemonProcess]:
 def module_daemon() -> Iterator[Path]:
     """The run directory of a daemon that all tests of a module share."""
     path = Path(tempfile.mkdtemp(prefix="kvd-test-", dir="/tmp"))
-    with DaemonProcess(path, host_capacity="256MiB", host_extent="16MiB", vram_capacity="512MiB") as process:
+    with DaemonProcess(
+        path, host_capacity="256MiB", host_extent="16MiB", vram_capacity="512MiB", drain_timeout_s="0"
+    ) as process:
         yield process.wait_ready().run_dir
         assert process.stat().ledger == "balanced"
     shutil.rmtree(path)
