@@ -134,8 +134,8 @@ def _files(path: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise InvalidValue("weights index", str(index), f"JSON with a weight_map ({error!r})") from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise InvalidValue(f"file name in {index}", name, "the name of a file in the same folder")
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise InvalidValue(f"file name in {index}", name, "the name of a safetensors file in the same folder")
     return [path / name for name in sorted(names)]
 
 
