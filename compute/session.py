@@ -12,6 +12,7 @@ import torch
 
 from compute.attach import Attachment
 from protocol import session_state
+from protocol.daemon_block import read_daemon_block
 from protocol.handles import SharedMemory
 from protocol.layout import PAGE_TOKENS, PageFormat
 from protocol.messages import PagesChanged, SessionOpened
@@ -30,7 +31,7 @@ class HostSession:
         attachment.adopt(opened.extents)
         self._daemon_map = _map_block(attachment, opened.daemon_block)
         self._worker_map = _map_block(attachment, opened.worker_block)
-        header, self._frames = session_state.unpack_daemon_block(memoryview(self._daemon_map))
+        header, self._frames = read_daemon_block(memoryview(self._daemon_map))
         layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
         self.token_capacity = header.token_capacity
         self.state = WorkerBlock(memoryview(self._worker_map), layout, self.number)
@@ -124,7 +125,7 @@ class HostSession:
     def _changed(self, reply: PagesChanged) -> None:
         self.attachment.adopt(reply.extents)
         self.generation = reply.generation
-        _, self._frames = session_state.unpack_daemon_block(memoryview(self._daemon_map))
+        _, self._frames = read_daemon_block(memoryview(self._daemon_map))
 
 
 def _map_block(attachment: Attachment, memory: SharedMemory) -> mmap.mmap:

@@ -10,6 +10,7 @@ import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
+from protocol.daemon_block import FIRST_COPY
 from protocol.errors import InvalidValue
 from protocol.layout import PAGE_TOKENS, Encoding, PageFormat, round_up
 from protocol.model import ModelConfig
@@ -96,7 +97,7 @@ class Footprint:
     @property
     def session_state_bytes(self) -> int:
         """The two state blocks of one session: page table; token log and commit records with the last hidden."""
-        daemon_block = round_up(PAGE_TABLE_OFFSET + _ADDRESS * self.pages, _STATE_ALIGNMENT)
+        daemon_block = FIRST_COPY + 2 * round_up(PAGE_TABLE_OFFSET + _ADDRESS * self.pages, _STATE_ALIGNMENT)
         return daemon_block + WorkerBlockLayout(self.tokens, 4 * self.model.hidden_size).block_bytes
 
     @cached_property

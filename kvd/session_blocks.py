@@ -12,41 +12,54 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from kvd.tiers.segment import Segment, create_segments
+from protocol.daemon_block import daemon_block_bytes, first_writes, switch_writes
 from protocol.errors import OsFailure
-from protocol.session_state import (
-    SessionHeader,
-    WorkerBlockLayout,
-    WorkerState,
-    pack_daemon_block,
-    read_worker_state,
-)
+from protocol.session_state import SessionHeader, WorkerBlockLayout, WorkerState, read_worker_state
 
 
 class SessionBlocks:
-    """The blocks of one session, made and filled with what the daemon writes.
+    """The blocks of one session, in segments made by `create` or left by an earlier run of the daemon.
 
-    Raises `OutOfCapacity` where the system has no room for them, `OsFailure` for other refusals; then none is left.
+    ``sequence`` is the number of the daemon block's copy that is in force.
     """
 
-    def __init__(self, prefix: str, header: SessionHeader) -> None:
+    def __init__(self, header: SessionHeader, daemon: Segment, worker: Segment, sequence: int) -> None:
         self._session = header.session
-        self._layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
-        name = f"{prefix}-session-{header.session}"
+        self._layout = _worker_layout(header)
+        self._sequence = sequence
+        self.daemon = daemon
+        self.worker = worker
         with ExitStack() as undo:
-            (self.daemon,) = create_segments([f"{name}-daemon"], header.block_bytes, threads=1)
-            undo.callback(self.daemon.destroy)
-            (self.worker,) = create_segments([f"{name}-worker"], self._layout.block_bytes, threads=1)
-            undo.callback(self.worker.destroy)
-            self._daemon_fd = _open(undo, self.daemon)
-            self._worker_fd = _open(undo, self.worker)
-            self.write(header, ())
-            _write(self._worker_fd, self._layout.pack_header(header.session))
+            self._daemon_fd = _open(undo, daemon)
+            self._worker_fd = _open(undo, worker)
             undo.pop_all()
+
+    @classmethod
+    def create(cls, prefix: str, header: SessionHeader) -> SessionBlocks:
+        """New blocks, filled with what the daemon writes.
+
+        Raises `OutOfCapacity` where the system has no room for them, `OsFailure` for other refusals; then none is left.
+        """
+        with ExitStack() as undo:
+            sizes = daemon_block_bytes(header), _worker_layout(header).block_bytes
+            segments = []
+            for name, nbytes in zip(block_names(prefix, header.session), sizes, strict=True):
+                segments += create_segments([name], nbytes, threads=1)
+                undo.callback(segments[-1].destroy)
+            daemon, worker = segments
+            blocks = cls(header, daemon, worker, sequence=0)
+            undo.callback(blocks._close)
+            _write(blocks._worker_fd, 0, blocks._layout.pack_header(header.session))
+            for offset, data in first_writes(header):
+                _write(blocks._daemon_fd, offset, data)
+            blocks.write(header, ())
+            undo.pop_all()
+        return blocks
 
     @staticmethod
     def bytes_needed(header: SessionHeader) -> int:
         """Bytes of both blocks."""
-        return header.block_bytes + WorkerBlockLayout(header.token_capacity, header.commit_bytes).block_bytes
+        return daemon_block_bytes(header) + _worker_layout(header).block_bytes
 
     @property
     def nbytes(self) -> int:
@@ -59,8 +72,10 @@ class SessionBlocks:
         return self.daemon.committed + worker
 
     def write(self, header: SessionHeader, frames: Sequence[int]) -> None:
-        """Write the daemon block: header and page table. Raises `OsFailure`."""
-        _write(self._daemon_fd, pack_daemon_block(header, frames))
+        """Put header and page table in force. Raises `OsFailure`, and those from before stay."""
+        for offset, data in switch_writes(header, frames, self._sequence + 1):
+            _write(self._daemon_fd, offset, data)
+        self._sequence += 1
 
     def worker_state(self) -> WorkerState:
         """What the worker last published; raises `SessionDamaged` if its block is cut or makes no sense."""
@@ -70,8 +85,21 @@ class SessionBlocks:
         """Give the memory back at once. Whoever still maps a block must not touch it any more."""
         for fd, segment in ((self._daemon_fd, self.daemon), (self._worker_fd, self.worker)):
             os.ftruncate(fd, 0)
-            os.close(fd)
             segment.destroy()
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self._daemon_fd)
+        os.close(self._worker_fd)
+
+
+def block_names(prefix: str, session: int) -> tuple[str, str]:
+    """The names of the daemon block's and the worker block's segments."""
+    return f"{prefix}-session-{session}-daemon", f"{prefix}-session-{session}-worker"
+
+
+def _worker_layout(header: SessionHeader) -> WorkerBlockLayout:
+    return WorkerBlockLayout(header.token_capacity, header.commit_bytes)
 
 
 def _open(undo: ExitStack, segment: Segment) -> int:
@@ -80,9 +108,9 @@ def _open(undo: ExitStack, segment: Segment) -> int:
     return fd
 
 
-def _write(fd: int, data: bytes) -> None:
+def _write(fd: int, offset: int, data: bytes) -> None:
     try:
-        written = os.pwrite(fd, data, 0)
+        written = os.pwrite(fd, data, offset)
     except OSError as error:
         raise OsFailure(f"writing a session's block: {error.strerror}", errno=error.errno) from error
     if written != len(data):

@@ -8,7 +8,6 @@ they were. The lifecycle is described in ``protocol/SPEC.md``.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 
 from kvd.alloc.ledger import Account, Ledger
@@ -17,6 +16,14 @@ from kvd.leases import Lease
 from kvd.logs import Log
 from kvd.session import HOST_TIER, Session
 from kvd.session_blocks import SessionBlocks
+from kvd.session_limits import (
+    ENCODING_PATTERN,
+    FINGERPRINT_BYTES,
+    LARGEST_COMMIT,
+    LARGEST_TOKEN_CAPACITY,
+    NAME_LIMIT,
+    NAME_PATTERN,
+)
 from kvd.shared_memory import SharedMemoryGranter
 from kvd.tiers.host_ram import HostRam
 from protocol import messages
@@ -33,14 +40,6 @@ from protocol.errors import (
 from protocol.layout import PAGE_ALIGNMENT, PAGE_TOKENS, round_up
 from protocol.messages import Done, PagesChanged, SessionOpened
 from protocol.session_state import SessionHeader, unpack_frame
-
-NAME_LIMIT = 64
-NAME_PATTERN = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_LIMIT}}}")
-ENCODING_PATTERN = re.compile(r"[a-z0-9._-]{1,16}")
-FINGERPRINT_BYTES = 32
-LARGEST_COMMIT = 1 << 24
-"""Bytes of payload in a commit record."""
-LARGEST_TOKEN_CAPACITY = (1 << 31) - 1
 
 
 class Sessions:
@@ -94,7 +93,7 @@ class Sessions:
         nbytes = SessionBlocks.bytes_needed(header)
         account = Account(HOST_TIER, lease.number, header.session, "session_state")
         with self._ledger.reserve(account, nbytes, nbytes) as reservation:
-            blocks = SessionBlocks(self._prefix, header)
+            blocks = SessionBlocks.create(self._prefix, header)
             reservation.commit(nbytes)
         session = Session(header, blocks, lease)
         self._sessions[session.number] = session

@@ -130,6 +130,35 @@ class SessionDamaged(KvdError):
     code = "session_damaged"
 
 
+class StateVersion(KvdError):
+    """State in shared memory that another version of the daemon left behind."""
+
+    code = "state_version"
+    exit_status = EXIT_CONFIG
+
+    def __init__(self, found: int, supported: int) -> None:
+        super().__init__(
+            f"state of version {found} was left in shared memory; this daemon reads version {supported}. To keep the "
+            f"sessions, start the daemon that wrote it and stop it with kvd drain --save",
+            found=found,
+            supported=supported,
+        )
+
+
+class CopybackLag(KvdError):
+    """Rows of a history that are not committed although the barrier has waited for their copies."""
+
+    code = "copyback_lag"
+
+    def __init__(self, session: str, logical: int, committed: int) -> None:
+        super().__init__(
+            f"session {session} has {logical} rows, of which {committed} are committed: {logical - committed} behind",
+            session=session,
+            logical=logical,
+            committed=committed,
+        )
+
+
 class FingerprintMismatch(KvdError):
     """The session's pages were made by another model, layout or encoding."""
 
@@ -169,6 +198,21 @@ class OutOfCapacity(KvdError):
             capacity=capacity,
             holders=holders or [],
         )
+
+
+class UnknownSaved(KvdError):
+    """No saved session of this name belongs to the caller."""
+
+    code = "unknown_saved"
+
+
+class SavedRefused(KvdError):
+    """A saved session that is not whole, not of a version read here, or not what its name says."""
+
+    code = "saved_refused"
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"saved session {name} is refused: {reason}", name=name, reason=reason)
 
 
 class NoDevice(KvdError):

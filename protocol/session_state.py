@@ -1,9 +1,10 @@
 """A session's state in shared memory: what outlives the worker that holds it.
 
 Two segments per session. The *daemon block* is written by the daemon alone and mapped read-only by workers: who the
-session is, and its page table. The *worker block* is written by the worker that holds the session: the log of
-acknowledged tokens, the sampler's state, counters, and two commit records that are used in turn, the valid one being
-named by one aligned word that is written last. SPEC.md has every offset.
+session is, and its page table, in two copies (`protocol.daemon_block` switches between them). The *worker block* is
+written by the worker that holds the session: the log of acknowledged tokens, the sampler's state, counters, and two
+commit records that are used in turn, the valid one being named by one aligned word that is written last. SPEC.md has
+every offset.
 
 The daemon reads a worker block with ``pread`` only: a worker can cut the segment at any time, and a mapping of it would
 then be SIGBUS. All numbers are little-endian; offsets are in bytes.
@@ -22,10 +23,10 @@ import xxhash
 from protocol.errors import InvalidValue, SessionDamaged
 from protocol.layout import PAGE_TOKENS, round_up
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 _ALIGNMENT = 4096
 
-# Daemon block: header, then the page table
+# A copy in the daemon block: header, then the page table
 DAEMON_MAGIC = b"KVDSESSN"
 PAGE_TABLE_OFFSET = 4096
 _DAEMON_HEADER = struct.Struct("<8sIIQQQQIIQQQQQQQ16s32s128s")
@@ -54,7 +55,7 @@ COUNTER_NAMES = ("selections", "hits", "misses", "ring_hits", "copybacks", "dupl
 
 @dataclass(frozen=True)
 class SessionHeader:
-    """The daemon block's header, its fields in the order of their bytes.
+    """The header of a copy in the daemon block, its fields in the order of their bytes.
 
     ``holder_start`` is the holder's start time in clock ticks since boot (pids recur).
     """
@@ -81,8 +82,8 @@ class SessionHeader:
         return round_up(self.token_capacity, PAGE_TOKENS) // PAGE_TOKENS
 
     @property
-    def block_bytes(self) -> int:
-        """Size of the daemon block's segment."""
+    def copy_bytes(self) -> int:
+        """Size of one copy: header and page table."""
         return round_up(PAGE_TABLE_OFFSET + 8 * self.page_capacity, _ALIGNMENT)
 
 
@@ -96,7 +97,7 @@ def unpack_frame(entry: int) -> tuple[int, int]:
     return entry >> 32, entry & 0xFFFFFFFF
 
 
-def pack_daemon_block(header: SessionHeader, frames: Sequence[int]) -> bytes:
+def pack_daemon_copy(header: SessionHeader, frames: Sequence[int]) -> bytes:
     """Header and page table, checksum included; ``frames`` are `pack_frame` entries, one per page.
 
     Raises `InvalidValue` for a text or a page count that has no room.
@@ -118,10 +119,10 @@ def pack_daemon_block(header: SessionHeader, frames: Sequence[int]) -> bytes:
     return bytes(fixed) + table
 
 
-def unpack_daemon_block(data: bytes | memoryview) -> tuple[SessionHeader, tuple[int, ...]]:
+def unpack_daemon_copy(data: bytes | memoryview) -> tuple[SessionHeader, tuple[int, ...]]:
     """Header and page table entries; raises `SessionDamaged` unless magic, version, sizes and checksum agree.
 
-    ``data`` may be longer than the block, and is copied before it is checked.
+    ``data`` may be longer than header and table, and is copied before it is checked.
     """
     if len(data) < PAGE_TABLE_OFFSET:
         raise SessionDamaged(f"daemon block of {len(data)} bytes; at least {PAGE_TABLE_OFFSET} needed", size=len(data))

@@ -11,9 +11,10 @@ import psutil
 import pytest
 
 from compute.client import Client
+from protocol.daemon_block import read_daemon_block
 from protocol.errors import KvdError, SessionBusy, UnknownSession
 from protocol.messages import Claim, ErrorReply, SessionOpened
-from protocol.session_state import unpack_daemon_block, unpack_frame
+from protocol.session_state import unpack_frame
 from protocol.stats import NodeStats
 from tests.blackbox.daemon_process import DaemonProcess
 from tests.blackbox.raw import FINGERPRINT, RawPeer, read_fd
@@ -77,7 +78,7 @@ def test_committed_rows_are_read_by_a_new_worker(daemon: DaemonProcess) -> None:
     with Client(daemon.run_dir) as client:
         opened = open_session(client)
         assert (opened.session, opened.generation, opened.page_count) == (stored.session, 2, 3)
-        header, frames = unpack_daemon_block(read_fd(client.claim(opened.daemon_block), opened.daemon_block.nbytes))
+        header, frames = read_daemon_block(read_fd(client.claim(opened.daemon_block), opened.daemon_block.nbytes))
         assert (header.generation, header.holder_pid, header.page_bytes) == (2, os.getpid(), PAGE_BYTES)
         segments = {extent.number: client.claim(extent.memory) for extent in opened.extents}
         for page, frame in enumerate(frames):

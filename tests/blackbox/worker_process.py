@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from compute.client import Client
+from protocol.daemon_block import read_daemon_block
 from protocol.messages import SessionOpened
-from protocol.session_state import WorkerBlock, WorkerBlockLayout, unpack_daemon_block, unpack_frame
+from protocol.session_state import WorkerBlock, WorkerBlockLayout, unpack_frame
 from tests.blackbox.daemon_process import clean_environment
 from tests.blackbox.raw import FINGERPRINT
 
@@ -128,7 +129,7 @@ class Steps:
         """With three pages written, tokens logged and 150 rows committed."""
         self.extended()
         opened = self.opened
-        header, frames = unpack_daemon_block(os.pread(self.client.claim(opened.daemon_block), 1 << 20, 0))
+        header, frames = read_daemon_block(os.pread(self.client.claim(opened.daemon_block), 1 << 20, 0))
         for page, frame in enumerate(frames):
             extent, index = unpack_frame(frame)
             os.pwrite(self._segments[extent], bytes([page + 1]) * PAGE_BYTES, index * header.page_stride)

@@ -95,8 +95,8 @@ class TestFootprint:
         assert glm().host_bytes(30) == pages + 30 * glm().session_state_bytes
 
     def test_session_state(self) -> None:
-        """Page table: a page of header and 8 bytes a page. Worker block: 4 bytes a token, and two commit records."""
-        page_table = 4_096 + 16_384 * 8
+        """Daemon block: a page and two copies. Worker block: 4 bytes a token, and two commit records."""
+        page_table = 4_096 + 2 * (4_096 + 16_384 * 8)
         log_offset = 4_096 + 2 * (40 + 6_144 * 4 + 24)  # records are multiples of 64 bytes
         assert log_offset % 4_096 == 128
         assert glm().session_state_bytes == page_table + log_offset + 4_096 - 128 + 4 * MILLION

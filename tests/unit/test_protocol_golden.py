@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from protocol import codec, messages
-from protocol.session_state import SessionHeader, WorkerBlockLayout, pack_daemon_block, unpack_daemon_block
+from protocol.session_state import SessionHeader, WorkerBlockLayout, pack_daemon_copy, unpack_daemon_copy
 
 GOLDEN = Path(__file__).parent / "golden"
 MESSAGES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "messages.json").read_text())
@@ -141,13 +141,13 @@ def test_an_error_is_the_same_on_both_sockets():
 
 
 def test_golden_daemon_block():
-    block = pack_daemon_block(HEADER, FRAMES)
+    block = pack_daemon_copy(HEADER, FRAMES)
     golden = bytes.fromhex(BLOCKS["daemon_header"])
     table = bytes.fromhex(BLOCKS["daemon_page_table"])
     assert block[: len(golden)] == golden
     assert not any(block[len(golden) : 4096])
     assert block[4096:] == table
-    assert unpack_daemon_block(golden.ljust(4096, b"\0") + table) == (HEADER, FRAMES)
+    assert unpack_daemon_copy(golden.ljust(4096, b"\0") + table) == (HEADER, FRAMES)
 
 
 def test_golden_worker_block_header():

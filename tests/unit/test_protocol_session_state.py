@@ -21,10 +21,10 @@ from protocol.session_state import (
     WorkerBlock,
     WorkerBlockLayout,
     WorkerState,
-    pack_daemon_block,
+    pack_daemon_copy,
     pack_frame,
     read_worker_state,
-    unpack_daemon_block,
+    unpack_daemon_copy,
     unpack_frame,
 )
 
@@ -48,7 +48,7 @@ HEADER = SessionHeader(
     name="notes",
 )
 FRAMES = tuple(pack_frame(2, index) for index in range(4))
-DAEMON_BLOCK = pack_daemon_block(HEADER, FRAMES)
+DAEMON_BLOCK = pack_daemon_copy(HEADER, FRAMES)
 
 
 def new_buffer() -> bytearray:
@@ -334,30 +334,30 @@ def test_a_worker_that_never_stops_committing_is_damage_not_a_hang(segment, monk
 
 
 def test_daemon_block_round_trip():
-    assert unpack_daemon_block(DAEMON_BLOCK) == (HEADER, FRAMES)
-    assert unpack_daemon_block(memoryview(DAEMON_BLOCK.ljust(HEADER.block_bytes, b"\xff"))) == (HEADER, FRAMES)
+    assert unpack_daemon_copy(DAEMON_BLOCK) == (HEADER, FRAMES)
+    assert unpack_daemon_copy(memoryview(DAEMON_BLOCK.ljust(HEADER.copy_bytes, b"\xff"))) == (HEADER, FRAMES)
     assert unpack_frame(FRAMES[3]) == (2, 3)
 
 
 @given(st.lists(st.integers(0, 8 * len(DAEMON_BLOCK) - 1), min_size=1, max_size=4, unique=True))
 def test_a_flipped_bit_of_a_daemon_block_is_damage(bits):
-    block = bytearray(DAEMON_BLOCK.ljust(HEADER.block_bytes, b"\0"))
+    block = bytearray(DAEMON_BLOCK.ljust(HEADER.copy_bytes, b"\0"))
     for bit in bits:
         block[bit // 8] ^= 1 << bit % 8
     with pytest.raises(SessionDamaged):
-        unpack_daemon_block(bytes(block))
+        unpack_daemon_copy(bytes(block))
 
 
 @given(st.integers(0, len(DAEMON_BLOCK) - 1))
 def test_a_cut_daemon_block_is_damage(size):
     with pytest.raises(SessionDamaged):
-        unpack_daemon_block(DAEMON_BLOCK[:size])
+        unpack_daemon_copy(DAEMON_BLOCK[:size])
 
 
 @given(st.binary(max_size=4200), st.booleans())
 def test_random_bytes_are_damage(data, with_magic):
     with pytest.raises(SessionDamaged):
-        unpack_daemon_block(DAEMON_BLOCK[:12] + data.ljust(4096, b"\xff") if with_magic else data)
+        unpack_daemon_copy(DAEMON_BLOCK[:12] + data.ljust(4096, b"\xff") if with_magic else data)
 
 
 @pytest.mark.parametrize(
@@ -375,4 +375,4 @@ def test_random_bytes_are_damage(data, with_magic):
 )
 def test_what_has_no_room_is_refused(header, frames):
     with pytest.raises(InvalidValue):
-        pack_daemon_block(header, frames)
+        pack_daemon_copy(header, frames)

@@ -104,6 +104,8 @@ def test_every_error_code_with_its_exit_status():
         errors.UnsupportedVersion("2.0", "1.0"),
         errors.Replayed(3, 3),
         errors.StaleGeneration("notes", 1, 2),
+        errors.StateVersion(1, 2),
+        errors.CopybackLag("notes", 65, 64),
         errors.OutOfCapacity("host", 10, 5, 20, ["notes"]),
     ],
     ids=lambda error: error.code,
@@ -146,24 +148,24 @@ HEADER = SessionHeader(
 
 def test_daemon_block_offsets():
     frames = [session_state.pack_frame(3, index) for index in range(16)]
-    block = session_state.pack_daemon_block(HEADER, frames)
+    block = session_state.pack_daemon_copy(HEADER, frames)
     expected = bytearray(4096 + 8 * 16)
     values: dict[str, Any] = {name: getattr(HEADER, name) for name in HEADER.__dataclass_fields__}
-    values |= {"magic": b"KVDSESSN", "version": 1, "table_offset": 4096, "reserved": b"", "checksum": 0}
+    values |= {"magic": b"KVDSESSN", "version": 2, "table_offset": 4096, "reserved": b"", "checksum": 0}
     values |= {"encoding": b"q8g64", "name": HEADER.name.encode()}
     end = 0
-    for offset, nbytes, field, _ in table("daemon block")[:-1]:
+    for offset, nbytes, field, _ in table("daemon copy")[:-1]:
         assert int(offset) == end, field
         end += int(nbytes)
         value = values.pop(field)
         data = value.to_bytes(int(nbytes), "little") if isinstance(value, int) else value
         expected[int(offset) : int(offset) + len(data)] = data
     assert not values
-    assert table("daemon block")[-1][:3] == ["4096", "8 each", "page_table"]
+    assert table("daemon copy")[-1][:3] == ["4096", "8 each", "page_table"]
     expected[4096:] = struct.pack("<16Q", *(3 << 32 | index for index in range(16)))
     expected[16:24] = xxhash.xxh3_64_intdigest(bytes(expected)).to_bytes(8, "little")
     assert block == bytes(expected)
-    assert HEADER.block_bytes == 8192
+    assert HEADER.copy_bytes == 8192
 
 
 def test_worker_block_offsets():

@@ -20,6 +20,7 @@ from kvd.session import HOST_TIER, Session
 from kvd.sessions import Sessions
 from kvd.tiers.host_ram import HostRam
 from kvd.tiers.segment import create_segments
+from protocol.daemon_block import read_daemon_block
 from protocol.errors import (
     FingerprintMismatch,
     InvalidValue,
@@ -38,7 +39,7 @@ from protocol.messages import (
     SessionOpened,
     TruncateSession,
 )
-from protocol.session_state import WorkerBlock, WorkerBlockLayout, unpack_daemon_block
+from protocol.session_state import WorkerBlock, WorkerBlockLayout
 
 MIB = 1 << 20
 PREFIX = f"/kvd-unit-{os.getpid()}"
@@ -110,7 +111,7 @@ def block_of(world: World, opened: SessionOpened):
     """Header and page table, as a worker reads them."""
     fd = world.first.redeem(opened.daemon_block.grant).open()
     try:
-        return unpack_daemon_block(os.pread(fd, opened.daemon_block.nbytes, 0))
+        return read_daemon_block(os.pread(fd, opened.daemon_block.nbytes, 0))
     finally:
         os.close(fd)
 
@@ -125,7 +126,7 @@ def test_lifecycle_keeps_block_and_books_in_step(world: World) -> None:
     changed = world.sessions.extend(world.first, extend(7))
     assert (changed.generation, changed.page_count, [extent.number for extent in changed.extents]) == (1, 7, [0])
     assert world.sessions.extend(world.first, extend(2)).extents == [], "an extent is granted once"
-    header, frames = unpack_daemon_block(os.pread(fd, 1 << 20, 0))
+    header, frames = read_daemon_block(os.pread(fd, 1 << 20, 0))
     assert (header.page_count, header.page_stride, header.holder_pid) == (9, 8192, os.getpid())
     assert frames == world.session().frames
     assert len(set(frames)) == 9
@@ -133,11 +134,11 @@ def test_lifecycle_keeps_block_and_books_in_step(world: World) -> None:
     assert (pages.requested, pages.committed) == (9 * 5000, 9 * 8192)
     kept = world.session().frames[:4]
     assert world.sessions.truncate(world.first, TruncateSession(1, NOBODY, 1, 1, 4)).generation == 2
-    assert unpack_daemon_block(os.pread(fd, 1 << 20, 0))[1] == kept == world.session().frames
+    assert read_daemon_block(os.pread(fd, 1 << 20, 0))[1] == kept == world.session().frames
     with pytest.raises(StaleGeneration):
         world.sessions.extend(world.first, extend(1, generation=1))
     world.sessions.detach(world.first, DetachSession(1, NOBODY, 1, 2))
-    header, _ = unpack_daemon_block(os.pread(fd, 1 << 20, 0))
+    header, _ = read_daemon_block(os.pread(fd, 1 << 20, 0))
     assert (header.holder_pid, header.holder_start) == (0, 0)
     assert {entry.account.lease for entry in world.ledger.entries()} == {0}
     again = world.open(world.second)
