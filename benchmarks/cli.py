@@ -58,10 +58,13 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
         "--merge", type=Path, action="append", default=[], metavar="FILE", help="add a kept result's rows"
     )
     parser.add_argument("--save", type=Path, metavar="DIRECTORY", help="keep the result as a file in this directory")
+    parser.add_argument("--commit", help="what to name as the commit, where the tree is no repository")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against floor (needs matplotlib)")
 
 
 def _deliver(report: Report, arguments: argparse.Namespace) -> None:
+    if arguments.commit is not None:
+        report.commit = arguments.commit
     for path in arguments.merge:
         report.merge(load(path))
     if arguments.json:

@@ -87,7 +87,7 @@ def _round_cases() -> list[Case]:
     runs = {1: 50, 20: 20, 100: 10}
     return [
         Case(
-            f"resolve + assign + fetch, group of 4 layers, 32768 slots, {sessions} sessions, {percent} % miss",
+            f"resolve + assign + fetch, group of 4 layers, 32768 slots, {_sessions(sessions)}, {percent} % miss",
             functools.partial(_round, sessions, 32768, 1, percent, runs[percent], fetched=True),
             goal=goal,
             baseline=baseline,
@@ -95,6 +95,10 @@ def _round_cases() -> list[Case]:
         for sessions, rows in goals.items()
         for percent, goal, baseline in rows
     ]
+
+
+def _sessions(count: int) -> str:
+    return "1 session" if count == 1 else f"{count} sessions"
 
 
 def _round(

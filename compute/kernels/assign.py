@@ -16,23 +16,95 @@ _CURSOR = tl.constexpr(state.CURSOR)
 
 
 @triton.jit
-def list_free_slots(  # type: ignore[no-untyped-def]
+def assign(  # type: ignore[no-untyped-def]
+    table,
+    slot_round,
+    slot_position,
+    control,
+    slot_rows,
+    slots,
+    cursor,
+    round_number,
+    claims,
+    duplicates,
+    addresses,
+    source,
+    target,
+    listed,
+    homes,
+    counts,
+    free_slots,
+    group_row_bytes,
+    SELECTED: tl.constexpr,
+    SHARED: tl.constexpr,
+    LANES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Give the listed claims their slots, and all misses their addresses."""
+    WIDTH: tl.constexpr = TILE // PROGRAMS
+    index = spread(TILE)  # WIDTH claims of each program at a time
+    program = index // WIDTH
+    nth = index % WIDTH
+    # Read as scalars, and before the slots are looked at, so that no trip to memory waits for another.
+    before, own = index * 0, index * 0
+    most = claims * 0
+    for other in tl.static_range(PROGRAMS):
+        count = tl.load(counts + other)
+        before += tl.where(program > other, count & 0xFFFF, 0)
+        own = tl.where(program == other, count, own)
+        most = tl.maximum(most, count & 0xFFFF)
+    _list_free_slots(slot_round, slot_position, slots, cursor, round_number, claims, free_slots, SELECTED, WINDOW)
+    tl.debug_barrier()  # the free slots are listed
+
+    share = program * LANES
+    done = claims * 0
+    while done < most:
+        mine = done + nth < (own & 0xFFFF)
+        at = share + done + nth
+        rank = before + done + nth
+        entry = tl.load(listed + at, mask=mine, other=0)
+        home = tl.load(homes + at, mask=mine, other=0)
+        free = tl.load(free_slots + rank, mask=mine, other=0)
+        position, slot, owner = entry.to(tl.int32), free.to(tl.int32), (free >> 32).to(tl.int32)
+        address = slot_rows + slot.to(tl.int64) * group_row_bytes
+        tl.store(addresses + (entry >> 32), address, mask=mine)
+        tl.store(source + rank, home, mask=mine)
+        tl.store(target + rank, address, mask=mine)
+        tl.store(table + owner, _FREE, mask=mine & (owner >= 0))
+        tl.store(table + position, slot, mask=mine)
+        tl.store(slot_position + slot, position, mask=mine)
+        tl.store(slot_round + slot, round_number, mask=mine)
+        next_slot = tl.where(slot + 1 == slots, 0, slot + 1)
+        tl.store(control + _CURSOR + index * 0, next_slot, mask=mine & (rank == claims - 1))
+        done += WIDTH
+
+    if SHARED and duplicates > 0:
+        tl.debug_barrier()  # the table holds the slots of this round
+        most = tl.max(own >> 16)
+        done = duplicates * 0
+        while done < most:
+            mine = done + nth < (own >> 16)
+            entry = tl.load(listed + share + LANES - 1 - done - nth, mask=mine, other=0)
+            slot = tl.load(table + entry.to(tl.int32), mask=mine, other=0)
+            tl.store(addresses + (entry >> 32), slot_rows + slot.to(tl.int64) * group_row_bytes, mask=mine)
+            done += WIDTH
+
+
+@triton.jit
+def _list_free_slots(  # type: ignore[no-untyped-def]
     slot_round,
     slot_position,
     slots,
     cursor,
     round_number,
     claims,
-    counts,
     free_slots,
     SELECTED: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """List the first ``claims`` slots from the cursor on without a stamp, and sum the claims before each program."""
-    program = tl.arange(0, PROGRAMS)
-    count = tl.load(counts + program) & 0xFFFF
-    tl.store(counts + PROGRAMS + program, tl.cumsum(count) - count)
+    """List the first ``claims`` slots, from the cursor on, without a stamp of this round."""
     index = spread(WINDOW)
     found = claims * 0
     for start in tl.static_range(0, SELECTED, WINDOW):
@@ -48,69 +120,3 @@ def list_free_slots(  # type: ignore[no-untyped-def]
             tl.store(free_slots + rank, entry, mask=is_free & (rank < claims))
             if start + WINDOW < SELECTED:
                 found = tl.max(rank) + 1
-
-
-@triton.jit
-def assign(  # type: ignore[no-untyped-def]
-    table,
-    slot_round,
-    slot_position,
-    control,
-    slot_rows,
-    slots,
-    round_number,
-    claims,
-    duplicates,
-    addresses,
-    source,
-    target,
-    listed,
-    homes,
-    counts,
-    free_slots,
-    group_row_bytes,
-    LANES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    """Give the listed claims their slots, and all misses their addresses."""
-    WIDTH: tl.constexpr = LANES // PROGRAMS  # claims of each program that are handled in one go
-    index = spread(LANES)
-    program = index // WIDTH
-    listed += program * LANES
-    homes += program * LANES
-    count = tl.load(counts + program)
-    before = tl.load(counts + PROGRAMS + program)
-    own_claims, own_duplicates = count & 0xFFFF, count >> 16
-    most = tl.max(count & 0xFFFF)
-    done = claims * 0
-    while done < most:
-        nth = done + index % WIDTH
-        mine = nth < own_claims
-        rank = before + nth
-        entry = tl.load(listed + nth, mask=mine, other=0)
-        home = tl.load(homes + nth, mask=mine, other=0)
-        free = tl.load(free_slots + rank, mask=mine, other=0)
-        position, slot, owner = entry.to(tl.int32), free.to(tl.int32), (free >> 32).to(tl.int32)
-        address = slot_rows + slot.to(tl.int64) * group_row_bytes
-        tl.store(addresses + (entry >> 32), address, mask=mine)
-        tl.store(source + rank, home, mask=mine)
-        tl.store(target + rank, address, mask=mine)
-        tl.store(table + owner, _FREE, mask=mine & (owner >= 0))
-        tl.store(table + position, slot, mask=mine)
-        tl.store(slot_position + slot, position, mask=mine)
-        tl.store(slot_round + slot, round_number, mask=mine)
-        next_slot = tl.where(slot + 1 == slots, 0, slot + 1)
-        tl.store(control + _CURSOR + index * 0, next_slot, mask=mine & (rank == claims - 1))
-        done += WIDTH
-
-    if duplicates > 0:
-        tl.debug_barrier()  # the table holds the slots of this round
-        most = tl.max(own_duplicates)
-        done = duplicates * 0
-        while done < most:
-            nth = done + index % WIDTH
-            mine = nth < own_duplicates
-            entry = tl.load(listed + LANES - 1 - nth, mask=mine, other=0)
-            slot = tl.load(table + entry.to(tl.int32), mask=mine, other=0)
-            tl.store(addresses + (entry >> 32), slot_rows + slot.to(tl.int64) * group_row_bytes, mask=mine)
-            done += WIDTH

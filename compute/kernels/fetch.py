@@ -12,11 +12,11 @@ import triton.language as tl
 from compute.kernels.resolve import RoundBuffers
 from compute.kernels.triton_support import await_kernel_before, launch_options
 
-PROGRAMS = 1024
+PROGRAMS = 512
 """Programs of a launch, shared out over the sessions of the batch."""
 LEAST_PROGRAMS = 64
 """Programs of one session: enough reads in flight to fill the bus when one session has all the misses."""
-WARPS = 2
+WARPS = 1
 
 
 def fetch(buffers: RoundBuffers, group_row_bytes: int) -> None:

@@ -3,11 +3,12 @@
 The definition is `compute.kernels.reference.resolve`. The work is O(selection), whatever cache and history hold.
 
 Each session has ``PROGRAMS`` programs of ``LANES`` selected positions. A program looks its positions up, stamps the
-slots of its hits, and claims its misses by exchange on the table (-1 becomes -2: whoever gets the -1 has the claim, all
-others are duplicates), so the table never holds a slot of this round while positions are still looked up. It lists its
-claims from the front of its share of a list, its duplicates from the back. Then it takes a ticket, and whoever takes
-the last one sees all stamps and claims, and assigns: the m-th claim takes the m-th slot, from the cursor on, without a
-stamp of this round. A window of as many slots as were selected always holds enough of these.
+slots of its hits, and claims its misses. Where several query rows may miss the same position, they claim by exchange on
+the table (-1 becomes -2: whoever gets the -1 has the claim, all others are duplicates), so the table never holds a slot
+of this round while positions are still looked up. A program lists its claims from the front of its share of a list, its
+duplicates from the back. Then it takes a ticket, and whoever takes the last one sees all stamps and claims, and
+assigns: the m-th claim takes the m-th slot, from the cursor on, without a stamp of this round. A window of as many
+slots as were selected always holds enough of these.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from compute.kernels import descriptors as field
 from compute.kernels import state
-from compute.kernels.assign import assign, list_free_slots
+from compute.kernels.assign import assign
 from compute.kernels.triton_support import await_kernel_before, delay, launch_options, load_pointer, spread
 from protocol.errors import InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat
@@ -33,6 +34,8 @@ LANES = 256
 """Selected positions of one program, one to a thread."""
 WINDOW = 2048
 """Slots that assign looks at in one go."""
+TILE = 512
+"""Claims that assign gives slots in one go, as many of each program."""
 
 _FREE = tl.constexpr(-1)
 _CLAIMED = tl.constexpr(-2)
@@ -70,7 +73,7 @@ class RoundBuffers:
     homes: Tensor
     """int64 [batch, lanes], scratch: home of each claim's group row."""
     counts: Tensor
-    """int32 [batch, 2, programs], scratch: claims, and << 16 duplicates, of each program; claims of those before it."""
+    """int32 [batch, programs], scratch: claims, and << 16 duplicates, of each program."""
     free_slots: Tensor
     """int64 [batch, rows * k], scratch: old position << 32 | slot of the slots that claims take, from the cursor on."""
     tickets: Tensor
@@ -93,7 +96,7 @@ class RoundBuffers:
             misses=zeros(dtype=torch.int32),
             listed=zeros(programs * LANES),
             homes=zeros(programs * LANES),
-            counts=zeros(2, programs, dtype=torch.int32),
+            counts=zeros(programs, dtype=torch.int32),
             free_slots=zeros(rows * k),
             tickets=zeros(),
         )
@@ -111,7 +114,8 @@ def resolve(
     """Enqueue one round of ``group`` for every session of a batch; changes their caches and ``buffers``.
 
     ``records`` is int64 [batch, `descriptors.FIELDS`], made by `descriptors.describe` for as many selected positions;
-    ``selection`` int32 [batch, rows, k]. Both are contiguous. ``delay_seed`` other than 0 is for race tests.
+    ``selection`` int32 [batch, rows, k], where no row has a position twice. Both are contiguous. ``delay_seed`` other
+    than 0 is for race tests.
     """
     if selection.dtype != torch.int32 or selection.shape != buffers.addresses.shape or not selection.is_contiguous():
         raise InvalidValue(
@@ -120,7 +124,7 @@ def resolve(
             f"contiguous int32 {tuple(buffers.addresses.shape)}",
         )
     batch, rows, k = selection.shape
-    programs = buffers.counts.shape[2]
+    programs = buffers.counts.shape[1]
     _resolve_kernel[(programs, batch)](
         records,
         selection,
@@ -138,9 +142,11 @@ def resolve(
         page_format.stride,
         FIELDS=field.FIELDS,
         SELECTED=rows * k,
+        SHARED=rows > 1,
         LANES=LANES,
         PROGRAMS=programs,
         WINDOW=WINDOW,
+        TILE=TILE,
         DELAY=delay_seed,
         num_warps=LANES // 32,
         **launch_options(),
@@ -165,9 +171,11 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     stride,
     FIELDS: tl.constexpr,
     SELECTED: tl.constexpr,
+    SHARED: tl.constexpr,
     LANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
     DELAY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -204,9 +212,11 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     delay(DELAY, round_number, 1)
     missed = cached & (found < 0)
     home = tl.load(page_address + position // _PAGE_TOKENS, mask=missed, other=0)
-    unclaimed = missed & (found == _FREE)
-    before = tl.atomic_xchg(table + position, tl.full([LANES], _CLAIMED, tl.int32), mask=unclaimed, sem="relaxed")
-    claimed = unclaimed & (before == _FREE)
+    claimed = missed
+    if SHARED:
+        unclaimed = missed & (found == _FREE)
+        mark = tl.full([LANES], _CLAIMED, tl.int32)
+        claimed = unclaimed & (tl.atomic_xchg(table + position, mark, mask=unclaimed, sem="relaxed") == _FREE)
     duplicate = missed & ~claimed
 
     token_offset = group_offset + (position % _PAGE_TOKENS) * group_row_bytes
@@ -226,7 +236,7 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     entries += (hit.to(tl.int64) << _HITS_AT) + (in_ring.to(tl.int64) << _RING_HITS_AT)
     word = tl.sum(entries) + 1
     count = ((word >> _CLAIMS_AT) & _COUNT) + (((word >> _DUPLICATES_AT) & _COUNT) << 16)
-    counts += session * (2 * PROGRAMS)
+    counts += session * PROGRAMS
     tl.store(counts + tl.program_id(0), count.to(tl.int32))
     delay(DELAY, round_number, 2)
     tl.debug_barrier()  # so that the ticket publishes what all threads of this program wrote
@@ -237,11 +247,6 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
         claims = ((word >> _CLAIMS_AT) & _COUNT).to(tl.int32)
         duplicates = ((word >> _DUPLICATES_AT) & _COUNT).to(tl.int32)
         if claims > 0:
-            free = free_slots + first
-            list_free_slots(
-                slot_round, slot_position, slots, cursor, round_number, claims, counts, free, SELECTED, PROGRAMS, WINDOW
-            )
-            tl.debug_barrier()  # the free slots are listed
             share = session * (PROGRAMS * LANES)
             assign(
                 table,
@@ -250,6 +255,7 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
                 control,
                 slot_rows,
                 slots,
+                cursor,
                 round_number,
                 claims,
                 duplicates,
@@ -259,10 +265,14 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
                 listed + share,
                 homes + share,
                 counts,
-                free,
+                free_slots + first,
                 group_row_bytes,
+                SELECTED,
+                SHARED,
                 LANES,
                 PROGRAMS,
+                WINDOW,
+                TILE,
             )
         tl.store(misses + session, claims)
         tl.store(tickets + session, 0)
