@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compute.kernels import tiles
 from compute.kernels.memory import Memory
 from compute.kernels.reference_rows import decode_joined
 from protocol.layout import LATENT_DIM, RowLayout, round_up
@@ -56,7 +57,8 @@ def attend(
         part = slice(start, start + QUERY_ROWS)
         wanted = entry[part]
         gathered = torch.index_select(rows, 0, wanted.view(-1), out=picked[: wanted.numel()]).view(*wanted.shape, -1)
-        scores = torch.bmm(query[part], gathered.transpose(1, 2)).mul_(scale).add_(mask[part, None])  # [<=4, H, k]
-        torch.bmm(torch.softmax(scores, dim=2), gathered[..., :LATENT_DIM], out=out[part])
+        scores = query.new_empty(len(wanted), query.shape[1], padded)  # [<=4, H, k]
+        tiles.batched(query[part], gathered.transpose(1, 2), out=scores).mul_(scale).add_(mask[part, None])
+        tiles.batched(torch.softmax(scores, dim=2), gathered[..., :LATENT_DIM], out=out[part])
     out.masked_fill_(empty.all(1)[:, None, None], 0.0)
     return out[:, :heads]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compute.kernels import tiles
 from compute.kernels.memory import Memory
 from compute.kernels.reference_rows import check_positions, page_addresses
 from compute.kernels.state import PageMap
@@ -101,8 +102,8 @@ def index_scores(
             seen = min(last[row] + 1 - start, scales.shape[0])
             if seen > 0:
                 used = -(-seen // KEY_TILE)
-                torch.bmm(query[row].expand(used, -1, -1), keys[:used], out=dots[:used]).relu_()
-                torch.bmm(weights[row].expand(used, 1, -1), dots[:used], out=sums[:used])
+                tiles.batched(query[row].expand(used, -1, -1), keys[:used], out=dots[:used]).relu_()
+                tiles.batched(weights[row].expand(used, 1, -1), dots[:used], out=sums[:used])
                 torch.mul(sums.view(-1)[:seen], scales[:seen], out=scores[row, start : start + seen])
     return scores
 
@@ -113,9 +114,9 @@ def _key_tiles(memory: Memory, page_map: PageMap, group: int, start: int, tokens
     The last tile is filled up with its last block, and beyond ``tokens`` keys are whatever memory held: what they score
     is never looked at.
     """
-    tiles = min(-(-(tokens - start) // KEY_TILE), _TILES)
-    page = torch.arange(tiles * KEY_TILE // PAGE_TOKENS, device=page_map.page_address.device) + start // PAGE_TOKENS
+    count = min(-(-(tokens - start) // KEY_TILE), _TILES)
+    page = torch.arange(count * KEY_TILE // PAGE_TOKENS, device=page_map.page_address.device) + start // PAGE_TOKENS
     address = page_map.key_block_address[group, page.clamp_max((tokens - 1) // PAGE_TOKENS)]
     layout = page_map.format.encoding.keys
     keys, scales = decode_key_block(memory.read(address, layout.block_bytes), layout)
-    return keys.view(tiles, KEY_TILE, INDEX_DIM).transpose(1, 2), scales.flatten()
+    return keys.view(count, KEY_TILE, INDEX_DIM).transpose(1, 2), scales.flatten()

@@ -25,6 +25,9 @@ from protocol.layout import round_up
 ROW_TILE = 16
 """Rows of one product. Decoding one token computes this many, so it is no larger than the vector units want."""
 
+_BATCH = 16
+"""Matrices in one batched product on a GPU."""
+
 _COLUMNS = 1024
 """Columns given to an elementwise function at once: 16 x 1024 is too little for torch to divide among threads."""
 
@@ -59,6 +62,23 @@ def head_products(x: Tensor, weight: Tensor) -> Tensor:
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
 
 
+def batched(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """``left @ right`` of each pair: [B, M, K], [B, K, N] -> ``out`` [B, M, N], where B is not the same in every call.
+
+    On a CPU the length of a batch does not matter (`check_batched` tries it out). A GPU's library picks its kernel by
+    it, so there a batch is always one of `_BATCH`, with zeros behind what is given, and always laid out alike.
+    """
+    if not left.is_cuda:
+        return torch.bmm(left, right, out=out)
+    for start in range(0, left.shape[0], _BATCH):
+        part = slice(start, min(start + _BATCH, left.shape[0]))
+        count = part.stop - part.start
+        full_left, full_right = left.new_zeros(_BATCH, *left.shape[1:]), right.new_zeros(_BATCH, *right.shape[1:])
+        full_left[:count], full_right[:count] = left[part], right[part]
+        out[part] = torch.bmm(full_left, full_right)[:count]
+    return out
+
+
 def elementwise(function: Callable[..., Tensor], x: Tensor) -> Tensor:
     """``function(x)`` of float32 [16 n, K], for a function such as `torch.sigmoid` that takes ``out``."""
     _check_tiles(x)
@@ -89,10 +109,14 @@ def check_batched(rows: int, inner: int, columns: int, device: torch.device, *, 
     generator = torch.Generator().manual_seed(1)
     left = torch.randn(rows, inner, generator=generator).to(device)
     right = torch.randn(columns, inner, generator=generator).to(device).T
-    expected = torch.bmm(left[None], right[None])
+
+    def product(batch: int) -> Tensor:
+        out = left.new_empty(batch, rows, columns)
+        return batched(left.repeat(batch, 1, 1), right.T.repeat(batch, 1, 1).transpose(1, 2), out)
+
+    expected = product(1)
     for batch in {2, 3, most - 1, most}:
-        product = torch.bmm(left.repeat(batch, 1, 1), right.T.repeat(batch, 1, 1).transpose(1, 2))
-        if not torch.equal(product, expected.expand(batch, -1, -1)):
+        if not torch.equal(product(batch), expected.expand(batch, -1, -1)):
             raise _not_invariant(device, f"{batch} of [{rows}, {inner}] x [{inner}, {columns}]")
 
 

@@ -99,8 +99,8 @@ def test_a_library_that_treats_places_unlike_is_noticed(monkeypatch: pytest.Monk
         out[-1].view(torch.int32).bitwise_xor_(1)
         return out
 
-    def off_in_company(x: Tensor, y: Tensor) -> Tensor:
-        out = batch(x, y)
+    def off_in_company(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
+        batch(x, y, out=out)
         out[1:].view(torch.int32).bitwise_xor_(1)
         return out
 
@@ -110,6 +110,12 @@ def test_a_library_that_treats_places_unlike_is_noticed(monkeypatch: pytest.Monk
         tiles.Linear(noise(41, 37))
     with pytest.raises(NoDevice, match=r"\[4, 37\] x \[37, 41\]"):
         tiles.check_batched(4, 37, 41, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(4, 576, 256), (4, 256, 512), (32, 128, 512), (1, 32, 512)])
+def test_batches_of_any_length_are_alike_on_a_gpu(rows: int, inner: int, columns: int) -> None:
+    tiles.check_batched(rows, inner, columns, torch.device("cuda"), most=40)
 
 
 def test_shortened_products_are_refused() -> None:
