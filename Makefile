@@ -17,6 +17,13 @@ DEVICE ?= cpu
 JSON ?=
 ARGS ?=
 
+# Where `make install` puts the daemon, and what its own environment has.
+DESTDIR ?=
+prefix ?= /usr/local
+sysconfdir ?= /etc
+unitprefix ?= $(prefix)/lib
+INSTALL_EXTRAS ?= cuda,metrics
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -31,7 +38,7 @@ SYSTEM_PACKAGES := --system-site-packages
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format bench install deb clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +78,16 @@ format: $(STAMP) ## Put the code into its format
 
 bench: $(STAMP) ## Run a bench (ARGS="kernels --json")
 	$(BIN)/kvd-bench $(if $(ARGS),$(ARGS),--help)
+
+# The environment outside a checkout needs nothing of .venv; PYTHON is the one it will run with.
+PACKAGE = PYTHON="$(PYTHON)" EXTRAS="$(INSTALL_EXTRAS)" PIP_FLAGS="$(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)))"
+
+install: ## Install the daemon, its units and an example of its settings (DESTDIR= prefix=/usr/local sysconfdir=/etc)
+	@$(PACKAGE) DESTDIR="$(DESTDIR)" prefix="$(prefix)" sysconfdir="$(sysconfdir)" unitprefix="$(unitprefix)" \
+	    sh packaging/install.sh
+
+deb: ## Make a Debian package of that in dist/
+	@$(PACKAGE) sh packaging/deb.sh
 
 clean: ## Remove .venv, caches and builds
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
