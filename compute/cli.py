@@ -115,6 +115,12 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--ring-pages", type=int, default=8, metavar="N", help="newest pages kept in VRAM (default %(default)s)")
     add("--chunk", type=int, default=256, metavar="N", help="tokens prefilled at a time (default %(default)s)")
     add("--session", default="default", metavar="NAME", help="name of the session in the daemon (default %(default)s)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens that a new session may ever hold (default: those of this run, or 512)",
+    )
     add("--keep", action="store_true", help="leave the session stored when done")
     add("--continue", dest="resume", action="store_true", help="go on from the stored session NAME")
     add(
@@ -239,21 +245,17 @@ def _open_history(worker: Worker, arguments: argparse.Namespace, prompt: list[in
         )
     tokens = worker.prompt_tokens(prompt)
     limit = len(tokens) + arguments.tokens
-    settings = HistorySettings(
-        arguments.mode, max(limit, 8 * PAGE_TOKENS), arguments.hot_rows, arguments.ring_pages, arguments.session
-    )
+    capacity = arguments.max_tokens or max(limit, 8 * PAGE_TOKENS)
+    settings = HistorySettings(arguments.mode, capacity, arguments.hot_rows, arguments.ring_pages, arguments.session)
     if not arguments.resume:
         history = worker.history(settings)
         if history.session:
             history.session.state.append_tokens(tokens)
         return history, tokens
-    history = worker.stored_history(settings)
+    history, logged = worker.take_over(settings)
     assert history.session is not None
-    logged = [*history.session.state.tokens(), *prompt]
     history.session.state.append_tokens(prompt)
-    # The last token's row is computed again even if it is stored: its hidden is what decoding goes on from.
-    history.truncate(min(history.length, len(logged) - 1))
-    return history, logged
+    return history, [*logged, *prompt]
 
 
 def _read_prompt(arguments: argparse.Namespace) -> list[int]:

@@ -25,7 +25,7 @@ from compute.index_keys import KeyBlocks
 from compute.kernels import reference
 from compute.kernels.state import LENGTH, NO_RING, RING_FIRST, PageMap
 from compute.session import HostSession
-from protocol.errors import InvalidValue
+from protocol.errors import CopybackLag, InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat, round_up
 
 EXTEND_PAGES = 16
@@ -183,20 +183,30 @@ class History:
     # What the worker calls
 
     def barrier(self, hidden: Tensor | None = None) -> None:
-        """Return when every row is committed. ``hidden`` [hidden size] of the last row goes into the commit record."""
+        """Return when every row of every group is committed. ``hidden`` [hidden size] is the last row's, for the commit.
+
+        A page is copied with the rows of all groups, so there is one count for all. Raises `CopybackLag` where a full
+        page was not copied; then nothing more is committed than was.
+        """
         if self.session is None:
             return
-        partial = self._length % PAGE_TOKENS
+        full_pages, partial = divmod(self._length, PAGE_TOKENS)
         self.copyback.wait_through(self.copyback.submitted_pages)
+        if self.copyback.committed_pages < full_pages:
+            raise CopybackLag(self.session.name, self._length, self.copyback.committed_pages * PAGE_TOKENS)
         if partial:
-            page = self._length // PAGE_TOKENS
-            self.copyback.copy_partial(self._home.page(page), self._page_in_use(page))
+            self.copyback.copy_partial(self._home.page(full_pages), self._page_in_use(full_pages))
         payload = b"" if hidden is None else hidden.float().cpu().numpy().tobytes()
         self.session.publish_commit(self._length, payload)
-        assert self.session.committed_rows == self._length, "committed rows differ from logical rows after a barrier"
+        if self.session.committed_rows != self.session.state.logical_rows:
+            raise CopybackLag(self.session.name, self.session.state.logical_rows, self.session.committed_rows)
 
     def truncate(self, tokens: int) -> None:
-        """Forget all rows from ``tokens`` on. Their old values can never be read again."""
+        """Forget all rows from ``tokens`` on. Their old values can never be read again.
+
+        The commit record keeps its payload, the hidden of its last row, unless that row goes. The hidden of a page's
+        last row is in the page as well.
+        """
         if not 0 <= tokens <= self._length:
             raise InvalidValue("rows to keep", tokens, f"0 to {self._length}")
         self.copyback.wait_through(self.copyback.submitted_pages)
@@ -215,6 +225,11 @@ class History:
                 block = self._home.page(page)[start : start + size]
                 self._memory.write(torch.tensor([address], device=block.device), block[None])
         self._place(tokens, ring_holds_from=self.max_tokens)
+
+    def rewind(self) -> None:
+        """Have the last row computed again, for its hidden. The session's tokens, commit and pages stay as they are."""
+        self.copyback.wait_through(self.copyback.submitted_pages)
+        self._place(self._length - 1, ring_holds_from=self._ring_first_page)
 
     def counters(self) -> dict[str, int]:
         """Selections, hits, misses, ring hits, copybacks. Reads device memory: not for the token path."""

@@ -13,6 +13,7 @@ import torch
 from compute.attach import Attachment
 from protocol import session_state
 from protocol.daemon_block import read_daemon_block
+from protocol.errors import SessionDamaged
 from protocol.handles import SharedMemory
 from protocol.layout import PAGE_TOKENS, PageFormat
 from protocol.messages import PagesChanged, SessionOpened
@@ -60,9 +61,22 @@ class HostSession:
 
     @classmethod
     def open(cls, attachment: Attachment, name: str, page_format: PageFormat, *, fingerprint: bytes) -> HostSession:
-        """A stored session, at its committed rows."""
+        """A stored session, at its committed rows.
+
+        Raises `SessionDamaged`, and lets go of it, if its commit record is of this or a later generation, or covers
+        rows that no page is there for: a worker before this one cannot have written that.
+        """
         opened = attachment.client.open_session(name, fingerprint=fingerprint, encoding=page_format.encoding.name)
-        return cls(attachment, opened, page_format, name)
+        session = cls(attachment, opened, page_format, name)
+        commit, room = session.commit, session.page_count * PAGE_TOKENS
+        if commit.generation >= session.generation or commit.rows > room:
+            session.detach()
+            raise SessionDamaged(
+                f"session {name!r}: commit record of {commit.rows} rows at generation {commit.generation}; "
+                f"there is room for {room}, and its generation was {session.generation - 1}",
+                session=session.number,
+            )
+        return session
 
     @property
     def page_count(self) -> int:
@@ -89,7 +103,10 @@ class HostSession:
         self._changed(self.attachment.client.extend_session(self.number, self.generation, pages))
 
     def truncate(self, tokens: int) -> None:
-        """Keep ``tokens`` tokens: the commit record and the token log move back, pages past the end go."""
+        """Keep ``tokens`` tokens: the commit record and the token log move back, pages past the end go.
+
+        A record that covers no row past the end stays as it is, payload included.
+        """
         commit = self.state.commit
         if commit.rows > tokens:
             self.state.publish_commit(self.generation, tokens)

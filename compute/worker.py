@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -26,7 +26,7 @@ from compute.index_keys import KeyBlocks
 from compute.model.decoder import Decoder
 from compute.model.weights import load_weights, random_weights
 from compute.session import HostSession
-from protocol.errors import InvalidValue
+from protocol.errors import InvalidValue, SessionDamaged
 from protocol.layout import PAGE_TOKENS, Encoding, round_up
 from protocol.model import ModelConfig
 
@@ -91,11 +91,32 @@ class Worker:
         return self._history(settings, session)
 
     def stored_history(self, settings: HistorySettings) -> History:
-        """The history of a stored session, at its committed rows."""
+        """The history of a stored session, at its committed rows; it may grow to what the session was made for."""
         session = HostSession.open(self.attachment, settings.name, self.format, fingerprint=self.fingerprint)
-        history = self._history(settings, session, new=False)
+        history = self._history(replace(settings, max_tokens=session.token_capacity), session, new=False)
         history.restore(session.committed_rows)
         return history
+
+    def take_over(self, settings: HistorySettings) -> tuple[History, list[int]]:
+        """Go on where a worker ended, in whatever way: the stored history, and all acknowledged tokens.
+
+        The history has the committed rows at most, and one row less than there are tokens. The caller appends the
+        tokens from ``history.length`` on (`prefill`), which gives the hidden that decoding goes on from; none of them
+        is sampled again. Raises what `stored_history` raises, and `SessionDamaged` if rows are committed that no
+        acknowledged token belongs to.
+        """
+        history = self.stored_history(settings)
+        assert history.session is not None
+        tokens = history.session.state.tokens()
+        if history.length > len(tokens):
+            history.close(keep=True)
+            raise SessionDamaged(
+                f"session {settings.name!r} has {history.length} committed rows and {len(tokens)} tokens",
+                session=history.session.number,
+            )
+        if tokens and history.length == len(tokens):
+            history.rewind()
+        return history, tokens
 
     def prefill(self, history: History, tokens: Sequence[int], chunk: int, progress: Progress | None = None) -> Tensor:
         """Append ``tokens``; returns the hidden [hidden size] of the last one. ``progress`` gets (done, total)."""
