@@ -128,6 +128,13 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
+    def files_needed(self) -> int:
+        """File descriptors that the limits allow for."""
+        limits = self.limits
+        extents = self.host.capacity // self.host.extent
+        return 256 + extents + 4 * limits.max_sessions + 4 * limits.max_leases + limits.max_handles
+
+    @property
     def control_socket(self) -> Path:
         return Path(self.run_dir) / CONTROL_SOCKET
 

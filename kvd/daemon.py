@@ -207,8 +207,7 @@ class Daemon:
 
 def _raise_file_limit(config: Config) -> None:
     """Room for every descriptor that the limits allow: libzmq ends the process when it can open no more."""
-    extents = config.host.capacity // config.host.extent
-    needed = 256 + extents + 4 * config.limits.max_sessions + 4 * config.limits.max_leases + config.limits.max_handles
+    needed = config.files_needed
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise OsFailure(
