@@ -120,6 +120,18 @@ class Client:
         """End the session. No copy to one of its pages may be in flight."""
         self._ask(lambda seq: messages.CloseSession(seq, self.lease, session, generation), messages.Done)
 
+    def save_session(self, name: str, *, timeout_s: float = 600.0) -> messages.Saved:
+        """Write a session of this uid to disk. One that this process holds is at its barrier."""
+        return self._ask(lambda seq: messages.SaveSession(seq, name), messages.Saved, timeout_s)
+
+    def restore_session(
+        self, name: str, *, fingerprint: bytes, encoding: str, timeout_s: float = 600.0
+    ) -> messages.Saved:
+        """Make a stored session of a saved one, of the same model and encoding."""
+        return self._ask(
+            lambda seq: messages.RestoreSession(seq, name, fingerprint, encoding), messages.Saved, timeout_s
+        )
+
     def allocate_device(self, device: str, nbytes: int, purpose: DevicePurpose, session: int = 0) -> DeviceMemory:
         """Take VRAM of ``device`` (a UUID of `Welcome.devices`)."""
         return self._ask(
@@ -143,14 +155,17 @@ class Client:
 
     # Transport
 
-    def _ask(self, build: Callable[[int], messages.Request], expected: type[_ReplyT]) -> _ReplyT:
+    def _ask(
+        self, build: Callable[[int], messages.Request], expected: type[_ReplyT], timeout_s: float | None = None
+    ) -> _ReplyT:
+        timeout_s = timeout_s or self._timeout_s
         self._seq += 1
         request = build(self._seq)
         self._control.send(codec.encode(request))
         while True:
-            if not self._control.poll(int(self._timeout_s * 1000)):
+            if not self._control.poll(int(timeout_s * 1000)):
                 raise DaemonUnavailable(
-                    f"no answer from {self.run_dir / CONTROL_SOCKET} within {self._timeout_s:g} s",
+                    f"no answer from {self.run_dir / CONTROL_SOCKET} within {timeout_s:g} s",
                     socket=str(self.run_dir / CONTROL_SOCKET),
                 )
             reply = codec.decode_reply(self._control.recv())

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvd import __version__, config, logs, plan
+from kvd import __version__, config, logs, plan, saved_cli
 from kvd.arguments import Parser
 from kvd.config import KEYS, Config
 from kvd.daemon import Daemon
@@ -22,6 +22,7 @@ _EXAMPLES = """examples:
   kvd check-config --config ./kvd.toml                            # exit status 78 if it is wrong
   kvd print-config                                                # every setting, and where it came from
   kvd plan --table                                                # bytes per session
+  kvd save chat-1                                                 # also restore, ls, rm; verify FILE needs no daemon
   kvd-stat                                                        # what a running daemon holds
 
 exit status: 0 done, 64 wrong arguments, 69 no such device, 71 refused by the system, 77 no permission, 78 wrong setting
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "print-config":
             sub.add_argument("--json", action="store_true", help="print one JSON object")
     plan.add_parser(commands)
+    saved_cli.add_parsers(commands)
     return parser
 
 
@@ -124,4 +126,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check-config": _check_config,
     "print-config": _print_config,
     "plan": plan.run,
+    **saved_cli.COMMANDS,
 }

@@ -70,6 +70,20 @@ class VramConfig:
 
 
 @dataclass(frozen=True)
+class DiskConfig:
+    """Saved sessions."""
+
+    state_dir: str = setting(
+        Text("(/.*)?", "an absolute path, or an empty string to save nothing"),
+        "",
+        "Directory of saved sessions, which nobody but the daemon may enter.",
+    )
+    capacity: int = setting(
+        Size(least=_MIB), "64GiB", "Most bytes of saved sessions; the least recently used go for new ones."
+    )
+
+
+@dataclass(frozen=True)
 class SocketConfig:
     """Who may connect."""
 
@@ -122,6 +136,7 @@ class Config:
     )
     host: HostConfig = field(default_factory=HostConfig)
     vram: VramConfig = field(default_factory=VramConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
     socket: SocketConfig = field(default_factory=SocketConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -175,6 +190,7 @@ class Key:
 _SECTIONS: dict[str, type[Any]] = {
     "host": HostConfig,
     "vram": VramConfig,
+    "disk": DiskConfig,
     "socket": SocketConfig,
     "limits": LimitsConfig,
     "log": LogConfig,

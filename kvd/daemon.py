@@ -93,6 +93,7 @@ class Daemon:
         server = ControlServer(config.control_socket, config.handle_socket, context, node, self._log)
         cleanup.callback(server.close)
         loop.watch(server.socket, server.serve)
+        loop.watch(node.jobs.wake, node.jobs.resume)
         loop.every(CHECK_INTERVAL_S, self._tick)
 
     def _ready(self) -> None:

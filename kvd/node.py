@@ -5,15 +5,19 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 from kvd.alloc.ledger import Ledger
 from kvd.config import Config, LimitsConfig
 from kvd.device_memory import DeviceMemoryVerbs
+from kvd.jobs import Jobs
 from kvd.leases import Lease, Leases
 from kvd.logs import Log
 from kvd.peers import Peer, Process
+from kvd.saving import Saving
 from kvd.session import HOST_TIER
 from kvd.sessions import Sessions
+from kvd.tiers.disk import StateDirectory
 from kvd.tiers.driver import DeviceDriver
 from kvd.tiers.driver_cpu import CpuDriver
 from kvd.tiers.driver_cuda import CudaDriver
@@ -52,6 +56,11 @@ class Node:
         self.ledger.resize_tier(HOST_TIER, config.host.capacity + config.host.state_capacity)
         self.leases = Leases(secrets.randbits(63), config.limits.max_leases)
         self.sessions = Sessions(self.leases.epoch, prefix, self.ledger, self.host, config.limits, log)
+        self.jobs = Jobs()
+        directory = None
+        if config.disk.state_dir:
+            directory = StateDirectory(Path(config.disk.state_dir), config.disk.capacity)
+        self.saving = Saving(directory, self.sessions, self.host, self.jobs, log)
         self.device_memory = DeviceMemoryVerbs(self.vram, config.limits.max_handles)
         self.devices = [
             DeviceInfo(info.uuid, info.name, config.vram.capacity, driver.granularity(info.uuid))
@@ -116,6 +125,8 @@ class Node:
 
     def close(self) -> None:
         """Give everything back, whoever holds it."""
+        self.jobs.close()
+        self.saving.close()
         self.sessions.close_all()
         self.vram.close()
         self.host.close()

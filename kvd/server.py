@@ -7,12 +7,15 @@ claims more than a control message may have ends its connection before it is rea
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
 
 from kvd import __version__
+from kvd.jobs import Job
 from kvd.leases import require_client_name
 from kvd.logs import Log
 from kvd.node import Node
@@ -74,10 +77,11 @@ class ControlServer:
             identity = frames[0].bytes
             peer = peer_of_address(str(frames[-1].get("Peer-Address")))
             answer = self._answer(identity, peer, [frame.bytes for frame in frames[1:]])
-            self.socket.send_multipart([identity, answer], zmq.NOBLOCK)
+            if answer is not None:
+                self.socket.send_multipart([identity, answer], zmq.NOBLOCK)
 
-    def _answer(self, identity: bytes, peer: Peer, frames: list[bytes]) -> bytes:
-        """The encoded answer to one message, whatever it is."""
+    def _answer(self, identity: bytes, peer: Peer, frames: list[bytes]) -> bytes | None:
+        """The encoded answer to one message, whatever it is; None if a job will give it."""
         seq = 0
         try:
             if len(frames) != 1:
@@ -85,14 +89,29 @@ class ControlServer:
             request = codec.decode_request(frames[0])
             seq = request.seq
             self._check_order(identity, peer, request)
-            return codec.encode(self._dispatch(request, peer))
-        except KvdError as error:
-            self._log.info("request refused", peer=str(peer), code=error.code, reason=error.message)
-            return codec.encode(ErrorReply(seq, error.code, error.message, error.facts))
+            outcome = self._dispatch(request, peer)
+            if not isinstance(outcome, Generator):
+                return codec.encode(outcome)
+            self._node.jobs.start(outcome, partial(self._finish, identity, peer, seq))
+            return None
         except Exception as error:  # noqa: BLE001 - whatever one message does, the daemon goes on
-            self._log.exception("request failed", peer=str(peer))
-            reason = f"the daemon failed: {type(error).__name__}; its log says more"
-            return codec.encode(ErrorReply(seq, KvdError.code, reason, {}))
+            return codec.encode(self._refusal(peer, seq, error))
+
+    def _finish(self, identity: bytes, peer: Peer, seq: int, outcome: Reply | Exception) -> None:
+        """Send what a job has come to, if who asked is still there."""
+        known = self._connections.get(identity)
+        if known is None or known.peer != peer:
+            return
+        reply = self._refusal(peer, seq, outcome) if isinstance(outcome, Exception) else outcome
+        self.socket.send_multipart([identity, codec.encode(reply)], zmq.NOBLOCK)
+
+    def _refusal(self, peer: Peer, seq: int, error: Exception) -> ErrorReply:
+        if isinstance(error, KvdError):
+            self._log.info("request refused", peer=str(peer), code=error.code, reason=error.message)
+            return ErrorReply(seq, error.code, error.message, error.facts)
+        self._log.error("request failed", peer=str(peer), exc_info=error)
+        reason = f"the daemon failed: {type(error).__name__}; its log says more"
+        return ErrorReply(seq, KvdError.code, reason, {})
 
     def _check_order(self, identity: bytes, peer: Peer, request: Request) -> None:
         """A connection says hello in a version spoken here first, and its sequence numbers rise from 1.
@@ -114,12 +133,23 @@ class ControlServer:
         if len(self._connections) > REMEMBERED_CONNECTIONS:
             self._connections.popitem(last=False)
 
-    def _dispatch(self, request: Request, peer: Peer) -> Reply:
+    def _dispatch(self, request: Request, peer: Peer) -> Reply | Job:
+        """The answer, or what will give it."""
         node = self._node
-        if isinstance(request, messages.Hello):
-            return self._welcome(request)
-        if isinstance(request, messages.Stat):
-            return messages.Stats(request.seq, node_stats(node))
+        match request:
+            case messages.Hello():
+                return self._welcome(request)
+            case messages.Stat():
+                return messages.Stats(request.seq, node_stats(node))
+            case messages.SaveSession():
+                return node.saving.save(peer, request)
+            case messages.RestoreSession():
+                node.require_accepting()
+                return node.saving.restore(peer, request)
+            case messages.ListSaved():
+                return node.saving.saved(peer, request)
+            case messages.RemoveSaved():
+                return node.saving.remove(peer, request)
         lease = node.leases.find(request.lease, peer)
         match request:
             case messages.CreateSession():

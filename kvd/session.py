@@ -18,16 +18,17 @@ HOST_TIER = "host"
 class Session:
     """A session and its memory. ``damage`` says what is wrong with it, if anything is; that does not heal.
 
-    ``grants`` are those that the holder was given for the blocks.
+    ``grants`` are those that the holder was given for the blocks. ``busy`` says what the daemon itself does with it.
     """
 
-    def __init__(self, header: SessionHeader, blocks: SessionBlocks, lease: Lease) -> None:
+    def __init__(self, header: SessionHeader, blocks: SessionBlocks, lease: Lease | None) -> None:
         self.header = header
         self.frames: tuple[int, ...] = ()
         self.blocks = blocks
-        self.lease: Lease | None = lease
+        self.lease = lease
         self.grants: list[int] = []
         self.damage = ""
+        self.busy = ""
 
     @property
     def number(self) -> int:

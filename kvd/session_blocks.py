@@ -14,7 +14,13 @@ from contextlib import ExitStack
 from kvd.tiers.segment import Segment, create_segments
 from protocol.daemon_block import daemon_block_bytes, first_writes, switch_writes
 from protocol.errors import OsFailure
-from protocol.session_state import SessionHeader, WorkerBlockLayout, WorkerState, read_worker_state
+from protocol.session_state import (
+    RECORDS_OFFSET,
+    SessionHeader,
+    WorkerBlockLayout,
+    WorkerState,
+    read_worker_state,
+)
 
 
 class SessionBlocks:
@@ -80,6 +86,11 @@ class SessionBlocks:
     def worker_state(self) -> WorkerState:
         """What the worker last published; raises `SessionDamaged` if its block is cut or makes no sense."""
         return read_worker_state(self._worker_fd, self._layout, self._session)
+
+    def fill_worker(self, block: memoryview) -> None:
+        """Write what a saved session had in its worker block, the counts last. Only before a worker sees the block."""
+        _write(self._worker_fd, RECORDS_OFFSET, bytes(block[RECORDS_OFFSET:]))
+        _write(self._worker_fd, 0, bytes(block[:RECORDS_OFFSET]))
 
     def destroy(self) -> None:
         """Give the memory back at once. Whoever still maps a block must not touch it any more."""

@@ -7,6 +7,7 @@ they were. The lifecycle is described in ``protocol/SPEC.md``.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -14,16 +15,10 @@ from kvd.alloc.ledger import Account, Ledger
 from kvd.config import LimitsConfig
 from kvd.leases import Lease
 from kvd.logs import Log
+from kvd.peers import Peer
 from kvd.session import HOST_TIER, Session
 from kvd.session_blocks import SessionBlocks
-from kvd.session_limits import (
-    ENCODING_PATTERN,
-    FINGERPRINT_BYTES,
-    LARGEST_COMMIT,
-    LARGEST_TOKEN_CAPACITY,
-    NAME_LIMIT,
-    NAME_PATTERN,
-)
+from kvd.session_limits import FINGERPRINT_BYTES, NAME_LIMIT, check_creation
 from kvd.shared_memory import SharedMemoryGranter
 from kvd.tiers.host_ram import HostRam
 from protocol import messages
@@ -56,7 +51,10 @@ class Sessions:
         self._granter = SharedMemoryGranter(host)
         self._sessions: dict[int, Session] = {}
         self._by_name: dict[tuple[int, str], Session] = {}
-        ledger.add_auditor(HOST_TIER, lambda: sum(session.blocks.taken_bytes() for session in self))
+        self._preparing: dict[tuple[int, str], Session] = {}
+        ledger.add_auditor(
+            HOST_TIER, lambda: sum(session.blocks.taken_bytes() for session in [*self, *self._preparing.values()])
+        )
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -72,7 +70,8 @@ class Sessions:
     def create(self, lease: Lease, request: messages.CreateSession) -> SessionOpened:
         """Make a session of no pages, held by ``lease``."""
         uid = lease.peer.uid
-        self._check_creation(request, uid)
+        check_creation(request, self._host.extent_bytes)
+        self.check_new(uid, request.name)
         header = SessionHeader(
             epoch=self._epoch,
             session=next(self._numbers),
@@ -90,22 +89,15 @@ class Sessions:
             fingerprint=request.fingerprint,
             name=request.name,
         )
-        nbytes = SessionBlocks.bytes_needed(header)
-        account = Account(HOST_TIER, lease.number, header.session, "session_state")
-        with self._ledger.reserve(account, nbytes, nbytes) as reservation:
-            blocks = SessionBlocks.create(self._prefix, header)
-            reservation.commit(nbytes)
-        session = Session(header, blocks, lease)
+        session = self._make(header, lease)
         self._sessions[session.number] = session
         self._by_name[uid, session.name] = session
         return self._opened(session, lease, request.seq)
 
     def open(self, lease: Lease, request: messages.OpenSession) -> SessionOpened:
         """Have ``lease`` hold a stored session of its uid; the generation rises."""
-        session = self._by_name.get((lease.peer.uid, request.name))
-        if session is None:
-            name = request.name[:NAME_LIMIT]
-            raise UnknownSession(f"uid {lease.peer.uid} has no session {name!r}", name=name)
+        session = self.find(lease.peer.uid, request.name)
+        self._require_idle(session)
         if session.lease is not None:
             raise SessionBusy(
                 f"session {session.name!r} is held by lease {session.lease.number}, process {session.lease.peer.pid}, "
@@ -177,6 +169,7 @@ class Sessions:
         session = self._session_of(lease, request.session)
         if session.lease is not None or not session.damage:
             self._require_holder(session, lease, request.generation)
+        self._require_idle(session)
         self._end(session)
         return Done(request.seq)
 
@@ -184,6 +177,63 @@ class Sessions:
         """Raise `UnknownSession` or `SessionBusy` unless ``lease`` holds the session; VRAM may stand on its account."""
         session = self._session_of(lease, number)
         self._require_holder(session, lease, session.header.generation)
+
+    # Sessions that are saved and restored (`kvd.saving`)
+
+    def find(self, uid: int, name: str) -> Session:
+        """The session of this name; raises `UnknownSession`."""
+        session = self._by_name.get((uid, name))
+        if session is None:
+            raise UnknownSession(f"uid {uid} has no session {name[:NAME_LIMIT]!r}", name=name[:NAME_LIMIT])
+        return session
+
+    def find_to_save(self, peer: Peer, name: str) -> Session:
+        """A session of ``peer``'s uid that nobody but its process holds, and that is intact and idle."""
+        session = self.find(peer.uid, name)
+        if session.lease is not None and (session.lease.quarantined or session.lease.peer.pid != peer.pid):
+            raise SessionBusy(
+                f"session {name!r} is held by process {session.lease.peer.pid}, which has to save it itself",
+                session=session.number,
+            )
+        self._require_idle(session)
+        self._require_intact(session)
+        return session
+
+    def prepare(self, header: SessionHeader, pages: int) -> Session:
+        """A stored session with the frames of ``pages`` pages, under a number of its own, that nobody can see.
+
+        `admit` makes it one of the sessions, `discard` gives its memory back. Raises what the verbs raise.
+        """
+        self.check_new(header.uid, header.name)
+        header = dataclasses.replace(
+            header, epoch=self._epoch, session=next(self._numbers), extent_bytes=self._host.extent_bytes
+        )
+        session = self._make(header, None)
+        self._preparing[header.uid, header.name] = session
+        try:
+            if pages:
+                session.frames = tuple(
+                    self._host.allocate_frames(
+                        session.account("pages"), header.uid, header.page_stride, pages, header.page_bytes
+                    )
+                )
+        except BaseException:
+            self.discard(session)
+            raise
+        return session
+
+    def admit(self, session: Session, worker_block: memoryview) -> None:
+        """Make a prepared session visible. A daemon that is killed meanwhile leaves an empty one, or all of it."""
+        session.rewrite(session.frames)
+        session.blocks.fill_worker(worker_block)
+        del self._preparing[session.header.uid, session.name]
+        self._sessions[session.number] = session
+        self._by_name[session.header.uid, session.name] = session
+
+    def discard(self, session: Session) -> None:
+        """Give back what a prepared session has."""
+        del self._preparing[session.header.uid, session.name]
+        self._free(session)
 
     # What happens to leases and memory
 
@@ -211,24 +261,22 @@ class Sessions:
 
     # Steps
 
-    def _check_creation(self, request: messages.CreateSession, uid: int) -> None:
-        if not NAME_PATTERN.fullmatch(request.name):
-            raise InvalidValue("session name", request.name[: 2 * NAME_LIMIT], f"what matches {NAME_PATTERN.pattern}")
-        if len(request.fingerprint) != FINGERPRINT_BYTES:
-            raise InvalidValue("bytes of the fingerprint", len(request.fingerprint), f"{FINGERPRINT_BYTES}")
-        if not ENCODING_PATTERN.fullmatch(request.encoding):
-            raise InvalidValue("encoding", request.encoding[:64], f"what matches {ENCODING_PATTERN.pattern}")
-        limits = {
-            "page_bytes": (request.page_bytes, 1, self._host.extent_bytes),
-            "token_capacity": (request.token_capacity, 1, LARGEST_TOKEN_CAPACITY),
-            "commit_bytes": (request.commit_bytes, 0, LARGEST_COMMIT),
-            "number of sessions": (len(self._sessions) + 1, 1, self.limits.max_sessions),
-        }
-        for what, (value, least, most) in limits.items():
-            if not least <= value <= most:
-                raise InvalidValue(what, value, f"{least} to {most}")
-        if (uid, request.name) in self._by_name:
-            raise SessionExists(f"uid {uid} has a session {request.name!r} already", name=request.name)
+    def check_new(self, uid: int, name: str) -> None:
+        """Raise `InvalidValue` or `SessionExists` unless there may be one session more, of this name."""
+        count = len(self._sessions) + len(self._preparing) + 1
+        if count > self.limits.max_sessions:
+            raise InvalidValue("number of sessions", count, f"1 to {self.limits.max_sessions}")
+        if (uid, name) in self._by_name or (uid, name) in self._preparing:
+            raise SessionExists(f"uid {uid} has a session {name!r} already", name=name)
+
+    def _make(self, header: SessionHeader, lease: Lease | None) -> Session:
+        """Blocks for a session, on the account of ``lease`` or the daemon's own."""
+        nbytes = SessionBlocks.bytes_needed(header)
+        account = Account(HOST_TIER, lease.number if lease else 0, header.session, "session_state")
+        with self._ledger.reserve(account, nbytes, nbytes) as reservation:
+            blocks = SessionBlocks.create(self._prefix, header)
+            reservation.commit(nbytes)
+        return Session(header, blocks, lease)
 
     def _session_of(self, lease: Lease, number: int) -> Session:
         session = self._sessions.get(number)
@@ -249,6 +297,7 @@ class Sessions:
         """The intact session that ``lease`` holds at this generation."""
         session = self._session_of(lease, number)
         self._require_holder(session, lease, generation)
+        self._require_idle(session)
         self._require_intact(session)
         return session
 
@@ -265,6 +314,11 @@ class Sessions:
             session.worker_state()
         if session.damage:
             self._log.warning("session damaged", session=session.number, name=session.name, reason=session.damage)
+
+    def _require_idle(self, session: Session) -> None:
+        """Raise `SessionBusy` while the daemon itself is at the session."""
+        if session.busy:
+            raise SessionBusy(f"session {session.name!r} is {session.busy}", session=session.number)
 
     def _require_intact(self, session: Session) -> None:
         self._inspect(session, self._host.damaged_extents())
@@ -296,6 +350,9 @@ class Sessions:
         session.revoke_grants()
         del self._sessions[session.number]
         del self._by_name[session.header.uid, session.name]
+        self._free(session)
+
+    def _free(self, session: Session) -> None:
         self._host.free_frames(session.frames)
         nbytes = session.blocks.nbytes
         session.blocks.destroy()

@@ -122,6 +122,35 @@ class FreeDevice(_Tagged, frozen=True, tag="free_device"):
     handle: int
 
 
+class SaveSession(_Tagged, frozen=True, tag="save_session"):
+    """Write a session of the caller's uid to disk, in place of what was saved under its name before."""
+
+    seq: int
+    name: str
+
+
+class RestoreSession(_Tagged, frozen=True, tag="restore_session"):
+    """Make a stored session of what was saved; ``fingerprint`` and ``encoding`` must be its own, or empty."""
+
+    seq: int
+    name: str
+    fingerprint: bytes
+    encoding: str
+
+
+class ListSaved(_Tagged, frozen=True, tag="list_saved"):
+    """Ask for the caller's saved sessions."""
+
+    seq: int
+
+
+class RemoveSaved(_Tagged, frozen=True, tag="remove_saved"):
+    """Remove a saved session from disk."""
+
+    seq: int
+    name: str
+
+
 Request = (
     Hello
     | Stat
@@ -133,6 +162,10 @@ Request = (
     | CloseSession
     | AllocateDevice
     | FreeDevice
+    | SaveSession
+    | RestoreSession
+    | ListSaved
+    | RemoveSaved
 )
 
 # Replies on the control socket
@@ -192,6 +225,32 @@ class DeviceAllocated(_Tagged, frozen=True, tag="device_allocated"):
     memory: DeviceMemory
 
 
+class Saved(_Tagged, frozen=True, tag="saved"):
+    """A session that was saved or restored: what there is of it, bytes of its file, and how long that took."""
+
+    seq: int
+    name: str
+    rows: int
+    tokens: int
+    nbytes: int
+    seconds: float
+
+
+class SavedSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A saved session: bytes of its file, and when that was last written or restored, in seconds since 1970."""
+
+    name: str
+    nbytes: int
+    used_s: float
+
+
+class SavedSessions(_Tagged, frozen=True, tag="saved_sessions"):
+    """The caller's saved sessions, least recently used first."""
+
+    seq: int
+    sessions: list[SavedSession]
+
+
 class Done(_Tagged, frozen=True, tag="done"):
     seq: int
 
@@ -205,7 +264,7 @@ class ErrorReply(_Tagged, frozen=True, tag="error"):
     facts: dict[str, Fact]
 
 
-Reply = Welcome | Stats | SessionOpened | PagesChanged | DeviceAllocated | Done | ErrorReply
+Reply = Welcome | Stats | SessionOpened | PagesChanged | DeviceAllocated | Saved | SavedSessions | Done | ErrorReply
 
 # Packets on the handle socket
 

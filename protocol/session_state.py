@@ -44,7 +44,7 @@ _LOGICAL_ROWS = 640
 _COUNTERS = 704
 _SAMPLER = 1024
 SAMPLER_BYTES = 1024
-_RECORDS = 4096
+RECORDS_OFFSET = 4096
 _RECORD_HEADER = struct.Struct("<QQQQQ")
 _SAMPLER_STRIDE = round_up(_RECORD_HEADER.size + SAMPLER_BYTES, 64)
 _READ_ATTEMPTS = 16
@@ -161,7 +161,7 @@ class WorkerBlockLayout:
     @property
     def log_offset(self) -> int:
         """Offset of the token log, int32 each."""
-        return round_up(_RECORDS + 2 * self.record_stride, _ALIGNMENT)
+        return round_up(RECORDS_OFFSET + 2 * self.record_stride, _ALIGNMENT)
 
     @property
     def block_bytes(self) -> int:
@@ -201,7 +201,7 @@ class WorkerBlock:
             raise SessionDamaged(f"worker block of session {session} has another header than the daemon wrote")
         self.layout = layout
         self._bytes = buffer
-        self._words = buffer[:_RECORDS].cast("Q")
+        self._words = buffer[:RECORDS_OFFSET].cast("Q")
         self._log = buffer[layout.log_offset : layout.log_offset + 4 * layout.token_capacity].cast("i")
 
     @property
@@ -280,7 +280,7 @@ class WorkerBlock:
         self._bytes.release()
 
     def _record_at(self, sequence: int) -> int:
-        return _RECORDS + (sequence & 1) * self.layout.record_stride
+        return RECORDS_OFFSET + (sequence & 1) * self.layout.record_stride
 
     def _sampler_records(self) -> list[Commit]:
         """Both sampler records, `NO_COMMIT` for one that is not intact. ``rows`` is the token count it belongs to."""
@@ -315,18 +315,18 @@ def read_worker_state(fd: int, layout: WorkerBlockLayout, session: int) -> Worke
     Safe beside a live worker: what it replaces during the reading is read again.
     """
     for _ in range(_READ_ATTEMPTS - 1):
-        fixed = os.pread(fd, _RECORDS, 0)
+        fixed = os.pread(fd, RECORDS_OFFSET, 0)
         try:
             return _read_worker_state(fd, fixed, layout, session)
         except SessionDamaged:
-            if os.pread(fd, _RECORDS, 0) == fixed:
+            if os.pread(fd, RECORDS_OFFSET, 0) == fixed:
                 raise
-    return _read_worker_state(fd, os.pread(fd, _RECORDS, 0), layout, session)
+    return _read_worker_state(fd, os.pread(fd, RECORDS_OFFSET, 0), layout, session)
 
 
 def _read_worker_state(fd: int, fixed: bytes, layout: WorkerBlockLayout, session: int) -> WorkerState:
     header = layout.pack_header(session)
-    if len(fixed) < _RECORDS or fixed[: len(header)] != header or os.fstat(fd).st_size < layout.block_bytes:
+    if len(fixed) < RECORDS_OFFSET or fixed[: len(header)] != header or os.fstat(fd).st_size < layout.block_bytes:
         raise SessionDamaged(f"worker block of session {session} is cut short or overwritten", session=session)
     word = struct.Struct("<Q").unpack_from
     tokens, sequence, rows = (word(fixed, at)[0] for at in (_TOKEN_COUNT, _COMMIT_SEQUENCE, _LOGICAL_ROWS))
@@ -334,7 +334,7 @@ def _read_worker_state(fd: int, fixed: bytes, layout: WorkerBlockLayout, session
         raise SessionDamaged(
             f"session {session} claims {tokens} tokens and {rows} rows of {layout.token_capacity}", session=session
         )
-    record = os.pread(fd, layout.record_stride, _RECORDS + (sequence & 1) * layout.record_stride)
+    record = os.pread(fd, layout.record_stride, RECORDS_OFFSET + (sequence & 1) * layout.record_stride)
     counters = {name: word(fixed, _COUNTERS + 8 * index)[0] for index, name in enumerate(COUNTER_NAMES)}
     return WorkerState(tokens, rows, _read_commit(sequence, record, layout), counters)
 

@@ -149,6 +149,13 @@ class HostRam:
             raise UnknownHandle(f"extent {extent} has no memory at present", handle=extent)
         return segment.open_fd(read_only=read_only)
 
+    def fileno(self, extent: int) -> int:
+        """The descriptor of the extent's segment, open while any frame of it is in use. Raises `UnknownHandle`."""
+        segment = self._extent(extent).segment
+        if segment is None:
+            raise UnknownHandle(f"extent {extent} has no memory at present", handle=extent)
+        return segment.fileno()
+
     def granted(self, extent: int, lease: int) -> None:
         """The lease's process may map the extent from now on. Raises `UnknownHandle` if no frame of it is in use."""
         known = self._extent(extent)

@@ -60,6 +60,10 @@ class Segment:
         status = os.fstat(self._fd)
         return status.st_size == self.nbytes and status.st_blocks * 512 == self.nbytes
 
+    def fileno(self) -> int:
+        """Its descriptor, for reading and writing in this process; open until `destroy`."""
+        return self._fd
+
     def map(self) -> SharedMapping:
         """A mapping of all of it. Only before it is granted to anybody."""
         return SharedMapping(self._fd, self.nbytes)

@@ -1,0 +1,220 @@
+"""The disk tier: one directory of saved files, which only the daemon's uid may enter, and a limit to their bytes.
+
+Names are data: whatever one is, it leads to a regular file in this directory or nowhere. Files appear whole, under
+their name, or not at all. What is in them is known to `kvd.saved_file`. Every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import DaemonRunning, InvalidValue, OsFailure, OutOfCapacity, SavedRefused, UnknownSaved
+
+DISK_TIER = "disk"
+MOST_FILES = 4096
+"""Saved files at the same time; the least recently used goes for one more."""
+
+_NAME = re.compile(r"[0-9]{1,10}-[A-Za-z0-9._-]{1,64}\.kvd")
+_TEMPORARY = re.compile(r"\.saving-[0-9]+")
+
+_SYS_OPENAT2 = 437
+_RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x02, 0x04, 0x08
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _OpenHow(ctypes.Structure):
+    """The kernel's ``struct open_how``."""
+
+    _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
+
+
+@dataclass(frozen=True)
+class SavedEntry:
+    """A saved file: its size, and when it was last written or restored, in ns since 1970."""
+
+    name: str
+    nbytes: int
+    used_ns: int
+
+
+class StateDirectory:
+    """The directory at ``path``, made if it is not there, and locked: one daemon uses it at a time.
+
+    ``capacity`` limits the bytes of all files in it. Raises `DaemonRunning` where another has it, `OsFailure` where it
+    cannot be used or others may enter it.
+    """
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        self.path = path
+        self.capacity = capacity
+        self._lock = threading.Lock()
+        self._expected: dict[str, int] = {}
+        self._temporaries = 0
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise OsFailure(f"state directory {path}: {error.strerror}", path=str(path)) from error
+        try:
+            self._take()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def open(self, name: str) -> int:
+        """A descriptor of the saved file to read; the caller closes it.
+
+        Raises `UnknownSaved` where there is none, `SavedRefused` for what is no regular file with one name of ours.
+        """
+        _require_name(name)
+        try:
+            # Without waiting: somebody may have put a FIFO there.
+            fd = self._openat2(name, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                raise UnknownSaved(f"there is no saved file {name}", name=name) from None
+            if error.errno in (errno.ELOOP, errno.EXDEV, errno.ENXIO):
+                raise SavedRefused(name, "it is not a regular file") from None
+            raise OsFailure(f"opening saved file {name}: {error.strerror}", name=name, errno=error.errno) from error
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
+            return fd
+        os.close(fd)
+        raise SavedRefused(name, "it is not a regular file of the daemon's uid with one name")
+
+    @contextmanager
+    def replace(self, name: str, nbytes: int) -> Iterator[int]:
+        """A descriptor to write the ``nbytes`` of file ``name`` to. At the end of the block the file takes its name.
+
+        Until then, and if anything fails, what had the name before stays as it was. Makes room first: the least
+        recently used files go. Raises `OutOfCapacity` or `OsFailure`.
+        """
+        _require_name(name)
+        with self._lock:
+            self._make_room(name, nbytes)
+            self._expected[name] = nbytes
+            self._temporaries += 1
+            temporary = f".saving-{self._temporaries}"
+        try:
+            fd = self._openat2(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                yield fd
+                os.fsync(fd)
+                os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                os.fsync(self._fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise OsFailure(f"writing saved file {name}: {error.strerror}", name=name, errno=error.errno) from error
+        finally:
+            with suppress(OSError):  # after the rename there is none
+                os.unlink(temporary, dir_fd=self._fd)
+            with self._lock:
+                del self._expected[name]
+
+    def remove(self, name: str) -> None:
+        """Remove a saved file. Raises `UnknownSaved` or `OsFailure`."""
+        _require_name(name)
+        try:
+            os.unlink(name, dir_fd=self._fd)
+            os.fsync(self._fd)
+        except FileNotFoundError:
+            raise UnknownSaved(f"there is no saved file {name}", name=name) from None
+        except OSError as error:
+            raise OsFailure(f"removing saved file {name}: {error.strerror}", name=name, errno=error.errno) from error
+
+    def touch(self, fd: int) -> None:
+        """Count the file as used now. One that cannot be marked goes the sooner, and that is all."""
+        with suppress(OSError):
+            os.utime(fd)
+
+    def entries(self) -> list[SavedEntry]:
+        """The saved files, least recently used first; anything else in the directory is passed over."""
+        found = []
+        with os.scandir(self._fd) as listing:
+            for entry in listing:
+                if not _NAME.fullmatch(entry.name):
+                    continue
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        found.append(SavedEntry(entry.name, status.st_size, status.st_mtime_ns))
+        return sorted(found, key=lambda entry: (entry.used_ns, entry.name))
+
+    def _make_room(self, name: str, nbytes: int) -> None:
+        """Remove least recently used files until ``nbytes`` for ``name`` fit, beside the files being written."""
+        if name in self._expected:
+            raise InvalidValue("saved file", name, "one that is not being written")
+        others = [entry for entry in self.entries() if entry.name != name and entry.name not in self._expected]
+        fixed = sum(self._expected.values())
+        if nbytes > self.capacity - fixed:
+            raise OutOfCapacity(DISK_TIER, nbytes, self.capacity - fixed, self.capacity, list(self._expected))
+        used = fixed + sum(entry.nbytes for entry in others)
+        count = len(others) + len(self._expected)
+        for entry in others:
+            if used + nbytes <= self.capacity and count < MOST_FILES:
+                return
+            with suppress(UnknownSaved):
+                self.remove(entry.name)
+            used -= entry.nbytes
+            count -= 1
+
+    def _take(self) -> None:
+        """Lock the directory, check who may enter it, and remove what a dead daemon was writing."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DaemonRunning(f"another daemon uses the state directory {self.path}", path=str(self.path)) from None
+        status = os.fstat(self._fd)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise OsFailure(
+                f"state directory {self.path} has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):04o}; "
+                f"needed: owner {os.geteuid()}, mode 0700",
+                path=str(self.path),
+            )
+        for left in os.listdir(self._fd):
+            if _TEMPORARY.fullmatch(left):
+                os.unlink(left, dir_fd=self._fd)
+
+    def _openat2(self, name: str, flags: int, mode: int = 0) -> int:
+        """Open ``name`` in the directory, never through a link and never outside it. Raises `OSError`.
+
+        A kernel without ``openat2`` refuses (ENOSYS): there is no weaker way around it.
+        """
+        resolve = _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
+        how = _OpenHow(flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode, resolve)
+        arguments = ctypes.c_int(self._fd), ctypes.c_char_p(os.fsencode(name)), ctypes.byref(how)
+        fd: int = _libc.syscall(ctypes.c_long(_SYS_OPENAT2), *arguments, ctypes.c_size_t(ctypes.sizeof(how)))
+        if fd < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return fd
+
+
+def file_name(uid: int, session: str) -> str:
+    """The name of the file that a session of ``uid`` is saved in."""
+    return f"{uid}-{session}.kvd"
+
+
+def session_name(name: str) -> tuple[int, str]:
+    """The uid and the session that a file's name stands for."""
+    uid, _, session = name.removesuffix(".kvd").partition("-")
+    return int(uid), session
+
+
+def _require_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidValue("name of a saved file", name[:128], f"what matches {_NAME.pattern}")
