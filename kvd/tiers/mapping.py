@@ -33,14 +33,17 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class SharedMapping:
-    """A writable mapping of the whole of a shared memory file, until it is closed. It is never read or written here."""
+    """A writable mapping of the whole of a shared memory file, until it is closed. It is never read or written here.
+
+    ``address`` is where it begins.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self._nbytes = nbytes
         address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
             raise _failure(f"mapping {nbytes} bytes of shared memory", nbytes)
-        self._address: int = address
+        self.address: int = address
 
     def advise_huge_pages(self) -> None:
         """Ask for transparent huge pages. A kernel may be built without them: that is no error.
@@ -67,7 +70,7 @@ class SharedMapping:
         if number is None:
             raise OsFailure(f"binding memory to a NUMA node is not known for {platform.machine()}")
         mask = (1 << numa_node).to_bytes((LARGEST_NUMA_NODE + 1) // 8, "little")
-        address, length = ctypes.c_void_p(self._address), ctypes.c_size_t(self._nbytes)
+        address, length = ctypes.c_void_p(self.address), ctypes.c_size_t(self._nbytes)
         # The kernel counts one bit less than it is told.
         bits = ctypes.c_ulong(LARGEST_NUMA_NODE + 2)
         if _libc.syscall(ctypes.c_long(number), address, length, _MPOL_BIND, mask, bits, 0):
@@ -75,9 +78,9 @@ class SharedMapping:
 
     def close(self) -> None:
         """Unmap. The memory stays with its file."""
-        if self._address and _libc.munmap(self._address, self._nbytes):
+        if self.address and _libc.munmap(self.address, self._nbytes):
             raise _failure("unmapping shared memory", self._nbytes)
-        self._address = 0
+        self.address = 0
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +89,7 @@ class SharedMapping:
         self.close()
 
     def _advise(self, offset: int, nbytes: int, advice: int, what: str, accepted: int = 0) -> None:
-        if _libc.madvise(self._address + offset, nbytes, advice) and ctypes.get_errno() != accepted:
+        if _libc.madvise(self.address + offset, nbytes, advice) and ctypes.get_errno() != accepted:
             raise _failure(what, nbytes)
 
 
