@@ -1,4 +1,4 @@
-"""``kvd``: run the daemon, look at its settings, plan its sizes."""
+"""``kvd``: run the daemon, look at its settings, plan its sizes, look at its host."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvd import __version__, config, logs, plan, saved_cli
 from kvd.arguments import Parser
 from kvd.config import KEYS, Config
 from kvd.daemon import Daemon
+from kvd.doctor import cli as doctor
 from protocol.errors import KvdError
 
 _EXAMPLES = """examples:
@@ -22,6 +23,7 @@ _EXAMPLES = """examples:
   kvd check-config --config ./kvd.toml                            # exit status 78 if it is wrong
   kvd print-config                                                # every setting, and where it came from
   kvd plan --table                                                # bytes per session
+  kvd doctor                                                      # what the host should change
   kvd save chat-1                                                 # also restore, ls, rm; verify FILE needs no daemon
   kvd-stat                                                        # what a running daemon holds
 
@@ -65,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "print-config":
             sub.add_argument("--json", action="store_true", help="print one JSON object")
     plan.add_parser(commands)
+    doctor.add_parser(commands)
     saved_cli.add_parsers(commands)
     return parser
 
@@ -80,7 +83,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _load(parsed: argparse.Namespace) -> Config:
     given = vars(parsed)
-    flags = {dotted: given[dotted] for dotted in KEYS if given[dotted] is not None}
+    flags = {dotted: given[dotted] for dotted in KEYS if given.get(dotted) is not None}
     environment = {name: value for name, value in os.environ.items() if name.startswith(config.ENVIRONMENT_PREFIX)}
     return config.load(flags, environment, parsed.config)
 
@@ -126,5 +129,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check-config": _check_config,
     "print-config": _print_config,
     "plan": plan.run,
+    "doctor": lambda parsed: doctor.run(parsed, _load(parsed)),
     **saved_cli.COMMANDS,
 }
