@@ -38,7 +38,7 @@ SYSTEM_PACKAGES := --system-site-packages
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench install deb clean
+.PHONY: help setup demo test torture lint format bench install deb clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,10 @@ demo: $(STAMP) ## Decode a text file's history in both modes (TEXT=path DEVICE=c
 test: export OMP_NUM_THREADS ?= 1
 test: lint ## Check style, types and imports, then run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+torture: export OMP_NUM_THREADS ?= 1
+torture: $(STAMP) ## Run the long trials, for hours, and print how many there were
+	$(BIN)/python -m pytest -m torture -s $(ARGS)
 
 lint: $(STAMP) ## Check style, types and imports
 	$(BIN)/ruff check .

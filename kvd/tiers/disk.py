@@ -142,16 +142,16 @@ class StateDirectory:
             os.utime(fd)
 
     def entries(self) -> list[SavedEntry]:
-        """The saved files, least recently used first; anything else in the directory is passed over."""
+        """The saved files, least recently used first; anything else there is passed over. Raises `OsFailure`."""
         found = []
-        with os.scandir(self._fd) as listing:
-            for entry in listing:
-                if not _NAME.fullmatch(entry.name):
-                    continue
+        try:
+            for name in os.listdir(self._fd):
                 with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        found.append(SavedEntry(entry.name, status.st_size, status.st_mtime_ns))
+                    status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+                    if _NAME.fullmatch(name) and stat.S_ISREG(status.st_mode):
+                        found.append(SavedEntry(name, status.st_size, status.st_mtime_ns))
+        except OSError as error:
+            raise OsFailure(f"state directory {self.path}: {error.strerror}", path=str(self.path)) from error
         return sorted(found, key=lambda entry: (entry.used_ns, entry.name))
 
     def _make_room(self, name: str, nbytes: int) -> None:
