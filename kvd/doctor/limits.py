@@ -11,6 +11,9 @@ from kvd.doctor.host import Finding, Host, read_word
 from kvd.hostcheck import memory_limits
 from kvd.units import format_bytes
 
+NO_LIMIT = 1 << 62
+"""Control groups of version 1 write "no limit" as a number above this one."""
+
 LAST_SYSTEM_UID = 999
 """logind spares the objects of uids up to this one."""
 
@@ -24,6 +27,8 @@ def memory(host: Host) -> Iterator[Finding]:
         room = limit.capacity if host.daemon else limit.free
         fits = needed <= room
         found = f"{format_bytes(limit.free)} free of {format_bytes(limit.capacity)}"
+        if limit.capacity >= NO_LIMIT:
+            found = "none"
         if fits:
             yield Finding(limit.name, "ok", found)
         else:
