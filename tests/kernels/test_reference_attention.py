@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -98,6 +100,16 @@ def test_entries_that_are_no_position_change_nothing() -> None:
     )
 
 
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A library may divide the products of a batch among threads, and the rows of a single product."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
 @ENCODINGS
 @pytest.mark.parametrize(("heads", "k"), [(4, 256), (5, 17), (64, 32)])
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_at_every_place(encoding: Encoding, heads: int, k: int) -> None:

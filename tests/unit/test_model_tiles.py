@@ -63,6 +63,27 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_at_every_place(index: int)
         assert torch.equal(function(x.roll(place - 7, 0))[place], whole[7])
 
 
+def test_every_product_has_one_shape_whatever_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason for the bits to be the same, where a library's choice of another shape happens not to show."""
+    linear, weight = tiles.Linear(noise(24, 64)), noise(4, 16, 32)
+    shapes = set()
+
+    def spied(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def spy(x: Tensor, y: Tensor, **out: Tensor) -> Tensor:
+            shapes.add((tuple(x.shape), tuple(y.shape)))
+            return product(x, y, **out)
+
+        return spy
+
+    monkeypatch.setattr(torch, "mm", spied(torch.mm))
+    monkeypatch.setattr(torch, "bmm", spied(torch.bmm))
+    for rows in SIZES:
+        x = tiles.pad_rows(noise(rows, 64))
+        linear(x)
+        tiles.head_products(x.unflatten(1, (4, 16)), weight)
+    assert shapes == {((16, 64), (64, 24)), ((4, 16, 16), (4, 16, 32))}
+
+
 def test_products_are_right() -> None:
     x, first, second = noise(32, 64), noise(24, 64, seed=1), noise(8, 64, seed=2)
     expected = x.double() @ torch.cat((first, second)).double().T
