@@ -22,8 +22,8 @@ from compute.copyback import Copyback
 from compute.homes import Home
 from compute.hot_cache import HotCaches
 from compute.index_keys import KeyBlocks
-from compute.kernels import reference
-from compute.kernels.state import LENGTH, NO_RING, RING_FIRST, PageMap
+from compute.kernels.kernel_set import KernelSet, ReferenceKernels
+from compute.kernels.state import CURSOR, LENGTH, MISSES, NO_RING, RING_FIRST, PageMap
 from compute.session import HostSession
 from protocol.errors import CopybackLag, InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat, round_up
@@ -33,7 +33,7 @@ EXTEND_PAGES = 16
 
 
 class History:
-    """One session's history on one device. Made by `resident` or `offloaded`."""
+    """One session's history on one device: resident, or with a ``session``, ``caches`` and a ring, offloaded."""
 
     def __init__(
         self,
@@ -93,6 +93,8 @@ class History:
             ring_pages if self._ring else 1,
             page_format,
         )
+        groups = caches.groups if caches else []
+        self._kernels: KernelSet = ReferenceKernels(attachment.memory, self.map, groups, topk)
         self._key_blocks: list[list[int]] = []
         self.copyback = Copyback(attachment.device, self._publish)
 
@@ -121,26 +123,20 @@ class History:
         self._advance_ring((end - 1) // PAGE_TOKENS)
         self._set_length(end)
         self._use_cache = cached and self.caches is not None
-        positions = torch.arange(first, end, device=self._attachment.device.torch_device)
-        if self.caches:
-            for cache in self.caches.groups:
-                reference.forget(cache, positions)
-        return positions
+        return torch.arange(first, end, device=self._attachment.device.torch_device)
 
     def append(self, layer: int, positions: Tensor, latent: Tensor, rope: Tensor) -> None:
         """Store the rows of ``layer``: latent [n, 512], rope [n, 64]."""
         group = self.format.group_of_layer(layer)
-        in_group = layer - self.format.groups[group].first_layer
-        reference.append_rows(self._memory, self.map, group, in_group, positions, latent, rope)
+        self._kernels.append(group, layer - self.format.groups[group].first_layer, positions, latent, rope)
 
     def append_keys(self, group: int, positions: Tensor, keys: Tensor) -> None:
         """Store index keys [n, 128] of ``group``."""
-        reference.append_keys(self._memory, self.map, group, positions, keys)
+        self._kernels.append_keys(group, positions, keys)
 
     def select(self, group: int, query: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
         """The selection of each query row: int32 [n, topk], ascending, -1 last."""
-        scores = reference.index_scores(self._memory, self.map, group, query, weights, positions)
-        selection = reference.select_topk(scores, positions + 1, self.topk)
+        selection = self._kernels.select(group, query, weights, positions)
         if self.caches and not self._use_cache:
             self._last_selection[group] = selection[-1:].clone()
         return selection
@@ -149,18 +145,18 @@ class History:
         """Absolute addresses of the selected group rows: int64 [n, topk], 0 where nothing is selected."""
         self.selections += selection.shape[0]
         if not self._use_cache or self.caches is None:
-            return reference.row_addresses(self.map, group, selection)
-        decided = self._round(self.caches, group, selection)
-        if self._corrupt and decided.miss_slot.numel():
-            self.caches.groups[group].rows[decided.miss_slot[:1].long()] = 0x40
+            return self._kernels.in_place(group, selection)
+        addresses = self._kernels.round(group, selection)
+        if self._corrupt and self.caches.groups[group].control[MISSES]:
+            cache = self.caches.groups[group]
+            cache.rows[cache.control[CURSOR] - 1] = 0x40  # the slot before the cursor is the last one filled
             self._corrupt = False
-        return decided.addresses
+        return addresses
 
     def attend(self, layer: int, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float) -> Tensor:
         """Attention output in the latent space: float32 [n, heads, 512]."""
         in_group = layer - self.format.groups[self.format.group_of_layer(layer)].first_layer
-        rows = self.format.encoding.rows
-        return reference.attend(self._memory, addresses, in_group, rows, query_latent, query_rope, scale)
+        return self._kernels.attend(addresses, in_group, query_latent, query_rope, scale)
 
     def finish(self, positions: Tensor, hidden: Tensor) -> None:
         """End a step: the rows of all layers are stored. ``hidden`` [n, hidden size] is after the final norm.
@@ -183,7 +179,7 @@ class History:
     # What the worker calls
 
     def barrier(self, hidden: Tensor | None = None) -> None:
-        """Return when every row of every group is committed. ``hidden`` [hidden size] is the last row's, for the commit.
+        """Return when every row of every group is committed. ``hidden`` [hidden size] is the last row's.
 
         A page is copied with the rows of all groups, so there is one count for all. Raises `CopybackLag` where a full
         page was not copied; then nothing more is committed than was.
@@ -258,19 +254,11 @@ class History:
         """Make the next row that is fetched wrong in its slot, once: a negative control for comparisons of outputs."""
         self._corrupt = True
 
-    # Rounds
-
-    def _round(self, caches: HotCaches, group: int, selection: Tensor) -> reference.Round:
-        cache = caches.groups[group]
-        decided = reference.resolve(cache, self.map, group, selection)
-        reference.fetch(self._memory, cache, self.map, group, decided)
-        return decided
-
     def _warm(self, cached: bool) -> None:
         """Fetch what the last row of a prefill selected, so that decoding does not start with a cold cache."""
         if cached and self.caches:
             for group, selection in self._last_selection.items():
-                self._round(self.caches, group, selection)
+                self._kernels.round(group, selection)
             self._last_selection.clear()
 
     # Pages
