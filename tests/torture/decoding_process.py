@@ -1,0 +1,248 @@
+"""Workers that decode and die: a server forks one after the other, so that none pays for starting an interpreter.
+
+Run as ``python -m tests.torture.decoding_process RUN_DIR``. Each line on standard input, a JSON object with the fields
+of `Order`, is one worker. It prints ``pid N``, ``t TOKEN`` for each token as a client would be shown it, ``done``, and,
+when the worker has ended, ``end STATUS``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compute.client import Client
+from compute.copyback import Copyback
+from compute.device_cpu import CpuDevice
+from compute.history import History
+from compute.session import HostSession
+from compute.worker import HistorySettings, Worker
+from protocol.layout import PAGE_TOKENS, Q8G64
+from protocol.model import DEMO
+from protocol.session_state import WorkerBlock
+
+CONFIG = replace(DEMO, num_hidden_layers=3, hidden_size=64, index_topk=16, index_n_heads=2, n_routed_experts=2)
+SEED = 11
+HOT_ROWS = 64
+RING_PAGES = 3
+CHUNK = 96
+WORD_POINTS = {64: "token count", 72: "commit sequence", 80: "logical rows"}
+"""The words of a worker block by index, and what a kill beside their store is called."""
+
+POINTS = (
+    "opened",
+    "before extending",
+    "after extending",
+    "before restoring",
+    "step",
+    "append",
+    "finish",
+    "submit",
+    "mid copy",
+    "copied",
+    "amid a record",
+    "token ids written",
+    *(f"{when} {word}" for word in WORD_POINTS.values() for when in ("before", "after")),
+)
+"""Where a worker can kill itself."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One worker: decode the session up to ``total`` tokens in all, from a prompt of ``prompt`` tokens, and close it.
+
+    It kills itself when it comes to ``point`` for the ``nth`` time.
+    """
+
+    session: str
+    prompt: int
+    total: int
+    resume: bool = False
+    point: str = ""
+    nth: int = 1
+
+    def line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def prompt_tokens(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, CONFIG.vocab_size, (length,), generator=generator).tolist()
+
+
+class Killer:
+    """Ends this process by SIGKILL at one point."""
+
+    def __init__(self, point: str, nth: int) -> None:
+        self._point = point
+        self._left = nth
+
+    def at(self, point: str) -> None:
+        if point and point == self._point:
+            self._left -= 1
+            if not self._left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def is_next(self, point: str) -> bool:
+        return point == self._point and self._left == 1
+
+    def around(self, owner: type, name: str, *, before: str = "", after: str = "") -> None:
+        """Pass points before and after each call of a method."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            self.at(before)
+            result = method(*args, **options)
+            self.at(after)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def install(self) -> None:
+        """Wrap what a worker does at its points."""
+        self.around(HostSession, "__init__", after="opened")
+        self.around(Client, "extend_session", before="before extending", after="after extending")
+        self.around(Worker, "step", before="step")
+        self.around(History, "append", before="append")
+        self.around(History, "finish", before="finish")
+        self.around(Copyback, "submit", before="submit")
+        self.around(Copyback, "_finish", before="copied")
+        self._wrap_block()
+        self._wrap_copies()
+        restore = History.restore
+
+        def poisoned(history: History, tokens: int) -> None:
+            self.at("before restoring")
+            poison_uncommitted(history)
+            restore(history, tokens)
+
+        setattr(History, "restore", poisoned)  # noqa: B010 - a test double
+
+    def _wrap_block(self) -> None:
+        create = WorkerBlock.__init__
+
+        def wrapped(block: WorkerBlock, *args: Any) -> None:
+            create(block, *args)
+            for name, store in (("_words", self._store_word), ("_bytes", self._store_bytes), ("_log", self._store_ids)):
+                setattr(block, name, _Stores(getattr(block, name), store))
+
+        setattr(WorkerBlock, "__init__", wrapped)  # noqa: B010 - a test double
+
+    def _store_word(self, view: memoryview, key: Any, value: Any) -> None:
+        name = WORD_POINTS.get(key, "")
+        self.at(f"before {name}")
+        view[key] = value
+        self.at(f"after {name}")
+
+    def _store_bytes(self, view: memoryview, key: Any, value: Any) -> None:
+        if self.is_next("amid a record"):
+            view[key.start : key.start + len(value) // 2] = value[: len(value) // 2]
+        self.at("amid a record")
+        view[key] = value
+
+    def _store_ids(self, view: memoryview, key: Any, value: Any) -> None:
+        view[key] = value
+        self.at("token ids written")
+
+    def _wrap_copies(self) -> None:
+        start = CpuDevice.start_copy
+
+        def wrapped(device: CpuDevice, destination: torch.Tensor, source: torch.Tensor) -> Any:
+            if self.is_next("mid copy"):
+                ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel() // 2)
+            self.at("mid copy")
+            return start(device, destination, source)
+
+        setattr(CpuDevice, "start_copy", wrapped)  # noqa: B010 - a test double
+
+
+class _Stores:
+    """A view whose stores go through a function."""
+
+    def __init__(self, view: memoryview, store: Callable[[memoryview, Any, Any], None]) -> None:
+        self._view = view
+        self._store = store
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._view[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._store(self._view, key, value)
+
+    def release(self) -> None:
+        self._view.release()
+
+
+def poison_uncommitted(history: History) -> None:
+    """Overwrite whatever the session's pages hold beyond the commit record: it must never be seen."""
+    session = history.session
+    assert session is not None
+    page_format, committed = history.format, session.committed_rows
+    keys = page_format.encoding.keys
+    for number in range(committed // PAGE_TOKENS, session.page_count):
+        page = session.page(number)
+        first = max(0, committed - number * PAGE_TOKENS)
+        for index, group in enumerate(page_format.groups):
+            row = page_format.encoding.rows.row_bytes * (group.end - group.first_layer)
+            start = page_format.group_offset(index)
+            page[start + first * row : start + PAGE_TOKENS * row] = 0xFF
+            start = page_format.keys_offset(index)
+            page[start + first * 128 : start + PAGE_TOKENS * 128] = 0xFF
+            scales = start + keys.scales_offset
+            page[scales + first * 4 : scales + PAGE_TOKENS * 4] = 0xFF
+        page[page_format.hidden_offset : page_format.hidden_offset + 4 * page_format.hidden_size] = 0xFF
+
+
+def decode(run_dir: Path, order: Order) -> None:
+    """What one worker does. Tokens that a worker before it has acknowledged are printed first, as a client's are."""
+    Killer(order.point, order.nth).install()
+    with Worker(run_dir, "cpu", CONFIG, Q8G64, seed=SEED) as worker:
+        settings = HistorySettings("offloaded", order.total, HOT_ROWS, RING_PAGES, order.session)
+        if order.resume:
+            history, tokens = worker.take_over(settings)
+        else:
+            history, tokens = worker.history(settings), prompt_tokens(order.prompt)
+            assert history.session is not None
+            history.session.state.append_tokens(tokens)
+        for token in tokens[order.prompt :]:
+            say(f"t {token}")
+        if len(tokens) < order.total:
+            hidden = worker.prefill(history, tokens[history.length :], CHUNK)
+            for token in worker.decode(history, hidden, order.total - len(tokens)):
+                say(f"t {token}")
+        history.close()
+    say("done")
+
+
+def say(line: str) -> None:
+    """One write, so that a kill leaves the line whole or not there."""
+    os.write(1, line.encode() + b"\n")
+
+
+def main() -> None:
+    run_dir = Path(sys.argv[1])
+    while line := sys.stdin.readline():
+        order = Order(**json.loads(line))
+        pid = os.fork()
+        if not pid:
+            try:
+                decode(run_dir, order)
+            except BaseException as error:  # noqa: BLE001 - the parent reads what it was
+                say(f"error {type(error).__name__}: {error}")
+                os._exit(1)
+            os._exit(0)
+        say(f"pid {pid}")
+        _, status = os.waitpid(pid, 0)
+        say(f"end {status}")
+
+
+if __name__ == "__main__":
+    main()
