@@ -19,15 +19,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvd.settings import FileMode, Kind, Number, Size, Text, Word, exact_size, parse_setting, setting
+from kvd.settings import (
+    SOCKET_PATH_LIMIT,
+    FileMode,
+    Kind,
+    LocalAddress,
+    Number,
+    Size,
+    Text,
+    Word,
+    exact_size,
+    parse_setting,
+    setting,
+)
 from protocol.errors import ConfigError
 
 SYSTEM_FILE = Path("/etc/kvd/kvd.toml")
 SYSTEM_DIRECTORY = Path("/etc/kvd/kvd.d")
 ENVIRONMENT_PREFIX = "KVD_"
-
-SOCKET_PATH_LIMIT = 107
-"""Bytes of a UNIX socket's path: ``sun_path`` is 108 with its terminating zero."""
 
 CONTROL_SOCKET = "kvd.sock"
 HANDLE_SOCKET = "handles.sock"
@@ -119,6 +128,24 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class MetricsConfig:
+    """Metrics for Prometheus."""
+
+    listen: str = setting(LocalAddress(), "", "Where metrics and probes are served over HTTP; nowhere if empty.")
+
+
+@dataclass(frozen=True)
+class StallWatchConfig:
+    """The watch for what the kernel does to pages."""
+
+    interval_s: float = setting(
+        Number(0, 3600, real=True),
+        1.0,
+        "Seconds between looks at the kernel's counters of moved and split pages; 0 for none.",
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """The settings in force. ``origins`` says for each key where its value came from."""
 
@@ -140,6 +167,8 @@ class Config:
     socket: SocketConfig = field(default_factory=SocketConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    stall_watch: StallWatchConfig = field(default_factory=StallWatchConfig)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -194,6 +223,8 @@ _SECTIONS: dict[str, type[Any]] = {
     "socket": SocketConfig,
     "limits": LimitsConfig,
     "log": LogConfig,
+    "metrics": MetricsConfig,
+    "stall_watch": StallWatchConfig,
 }
 
 

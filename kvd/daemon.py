@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -23,8 +24,12 @@ from kvd.node import BALANCED, Node
 from kvd.notify import Notifier
 from kvd.run_dir import RunDir
 from kvd.server import ControlServer
+from kvd.stall_watch import StallWatch
 from kvd.tiers.segment import remove_stale
-from protocol.errors import KvdError, OsFailure
+from protocol.errors import ConfigError, KvdError, OsFailure
+
+if TYPE_CHECKING:
+    from kvd.metrics_server import MetricsServer
 
 CHECK_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 2.0
@@ -51,6 +56,7 @@ class Daemon:
         self._loop = Loop(log)
         self._drain_until = 0.0
         self._wake_read, self._wake_write = socket.socketpair()
+        self._metrics: MetricsServer | None = None
         self._last_progress = self._last_check = time.monotonic()
         self._stopping = self._reload_wanted = self._serving = False
 
@@ -71,6 +77,7 @@ class Daemon:
             if stale:
                 self._log.warning("removed what a dead daemon left", segments=len(stale))
             _raise_file_limit(self._config)
+            self._open_metrics(run_dir, cleanup)
             self._node = Node(self._config, prefix, self._log, self._populated)
             cleanup.callback(self._node.close)
             old_umask = os.umask(0o177)  # nobody else may connect before a socket has its group and mode
@@ -84,6 +91,24 @@ class Daemon:
             self._loop.run()
             self._log.info("stopped", sessions=len(self._node.sessions), leases=len(self._node.leases))
 
+    def _open_metrics(self, run_dir: RunDir, cleanup: ExitStack) -> None:
+        """Probes are answered from here on, metrics as soon as the loop runs."""
+        address = self._config.metrics.listen
+        if not address:
+            return
+        try:
+            from kvd.metrics_server import MetricsServer
+        except ImportError as error:
+            raise ConfigError(f"metrics.listen needs the extra metrics: {error}", key="metrics.listen") from error
+        old_umask = os.umask(0o177)
+        try:
+            self._metrics = MetricsServer(address, self._loop, self._log)
+        finally:
+            os.umask(old_umask)
+        cleanup.callback(self._metrics.close)
+        if self._metrics.path is not None:
+            run_dir.publish(self._metrics.path)
+
     def _open_sockets(self, cleanup: ExitStack) -> None:
         config, loop, node = self._config, self._loop, self._node
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -95,6 +120,11 @@ class Daemon:
         loop.watch(server.socket, server.serve)
         loop.watch(node.jobs.wake, node.jobs.resume)
         loop.every(CHECK_INTERVAL_S, self._tick)
+        watch = StallWatch() if config.stall_watch.interval_s else None
+        if watch is not None:
+            loop.every(config.stall_watch.interval_s, watch.look)
+        if self._metrics is not None:
+            self._metrics.open(node, watch)
 
     def _ready(self) -> None:
         host, vram = self._config.host, self._config.vram

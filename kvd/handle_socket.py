@@ -93,6 +93,7 @@ class HandleSocket:
             self._answer(connection, data)
         except KvdError as error:
             self._log.info("handle request refused", peer=str(connection.peer), code=error.code, reason=error.message)
+            self._node.counters.requests["handle", error.code] += 1
             self._send(connection, ErrorReply(0, error.code, error.message, error.facts))
         except Exception as error:  # noqa: BLE001 - whatever one packet does, the daemon goes on
             self._log.exception("handle request failed", peer=str(connection.peer))

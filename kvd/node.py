@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvd.alloc.ledger import Ledger
 from kvd.config import Config, LimitsConfig
+from kvd.counters import Counters
 from kvd.device_memory import DeviceMemoryVerbs
 from kvd.jobs import Jobs
 from kvd.leases import Lease, Leases
@@ -41,6 +42,7 @@ class Node:
         self._log = log
         self._started = time.monotonic()
         self.draining = False
+        self.counters = Counters()
         self.ledger = Ledger()
         driver = make_driver(config)
         self.vram = Vram(driver, self.ledger, {info.uuid: config.vram.capacity for info in driver.devices()})
@@ -84,6 +86,7 @@ class Node:
         except BaseException:
             process.close()
             raise
+        self.counters.leases_opened += 1
         self._log.info("lease opened", lease=lease.number, peer=str(peer), client=client)
         return lease
 
@@ -93,6 +96,7 @@ class Node:
             self.lease_ended(lease)
             return True
         lease.quarantined = True
+        self.counters.leases_quarantined += 1
         lease.revoke_all()
         nbytes = self.ledger.quarantine(lease.number)
         self._log.info("lease quarantined", lease=lease.number, peer=str(lease.peer), committed=nbytes)
@@ -105,6 +109,7 @@ class Node:
             steps.callback(self.host.lease_gone, lease.number)
             steps.callback(self.device_memory.lease_ended, lease)
             steps.callback(self.sessions.lease_ended, lease)
+        self.counters.leases_ended += 1
         self._log.info("lease ended", lease=lease.number, peer=str(lease.peer), age_s=round(lease.age_s, 3))
 
     def limit(self, limits: LimitsConfig) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 
 from kvd import __version__
+from kvd.counters import DONE
 from kvd.jobs import Job
 from kvd.leases import require_client_name
 from kvd.logs import Log
@@ -31,6 +32,9 @@ QUEUED_REQUESTS = 16
 
 REMEMBERED_CONNECTIONS = 4096
 """Connections whose sequence number is known; the one that has been silent longest must then say hello again."""
+
+UNREADABLE = "unreadable"
+"""The verb, among counted requests, of what is not a message."""
 
 BATCH = 64
 """Requests that are answered before the loop looks at anything else."""
@@ -82,28 +86,37 @@ class ControlServer:
 
     def _answer(self, identity: bytes, peer: Peer, frames: list[bytes]) -> bytes | None:
         """The encoded answer to one message, whatever it is; None if a job will give it."""
-        seq = 0
+        seq, verb = 0, UNREADABLE
         try:
             if len(frames) != 1:
                 raise BadMessage(f"a message of {len(frames)} frames; allowed: 1")
             request = codec.decode_request(frames[0])
-            seq = request.seq
+            seq, verb = request.seq, str(request.__struct_config__.tag)
             self._check_order(identity, peer, request)
             outcome = self._dispatch(request, peer)
             if not isinstance(outcome, Generator):
-                return codec.encode(outcome)
-            self._node.jobs.start(outcome, partial(self._finish, identity, peer, seq))
+                return codec.encode(self._outcome(peer, seq, verb, outcome))
+            self._node.jobs.start(outcome, partial(self._finish, identity, peer, seq, verb))
             return None
         except Exception as error:  # noqa: BLE001 - whatever one message does, the daemon goes on
-            return codec.encode(self._refusal(peer, seq, error))
+            return codec.encode(self._outcome(peer, seq, verb, error))
 
-    def _finish(self, identity: bytes, peer: Peer, seq: int, outcome: Reply | Exception) -> None:
+    def _finish(self, identity: bytes, peer: Peer, seq: int, verb: str, outcome: Reply | Exception) -> None:
         """Send what a job has come to, if who asked is still there."""
+        reply = self._outcome(peer, seq, verb, outcome)
         known = self._connections.get(identity)
         if known is None or known.peer != peer:
             return
-        reply = self._refusal(peer, seq, outcome) if isinstance(outcome, Exception) else outcome
         self.socket.send_multipart([identity, codec.encode(reply)], zmq.NOBLOCK)
+
+    def _outcome(self, peer: Peer, seq: int, verb: str, outcome: Reply | Exception) -> Reply:
+        """The reply that says what a request has come to, which is counted."""
+        if not isinstance(outcome, Exception):
+            self._node.counters.requests[verb, DONE] += 1
+            return outcome
+        reply = self._refusal(peer, seq, outcome)
+        self._node.counters.requests[verb, reply.code] += 1
+        return reply
 
     def _refusal(self, peer: Peer, seq: int, error: Exception) -> ErrorReply:
         if isinstance(error, KvdError):

@@ -19,6 +19,7 @@ class Session:
     """A session and its memory. ``damage`` says what is wrong with it, if anything is; that does not heal.
 
     ``grants`` are those that the holder was given for the blocks. ``busy`` says what the daemon itself does with it.
+    ``counters`` are those that its worker had published when its state was last read.
     """
 
     def __init__(self, header: SessionHeader, blocks: SessionBlocks, lease: Lease | None) -> None:
@@ -29,6 +30,7 @@ class Session:
         self.grants: list[int] = []
         self.damage = ""
         self.busy = ""
+        self.counters: dict[str, int] = {}
 
     @property
     def number(self) -> int:
@@ -67,10 +69,12 @@ class Session:
     def worker_state(self) -> WorkerState | None:
         """What the worker last published; None, and the session is damaged, if that cannot be read."""
         try:
-            return self.blocks.worker_state()
+            state = self.blocks.worker_state()
         except SessionDamaged as error:
             self.damage = self.damage or error.message
             return None
+        self.counters = state.counters
+        return state
 
     def is_empty(self) -> bool:
         """Whether nothing would be lost with it: no token acknowledged and no row committed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kvd.alloc.ledger import Account, Ledger
@@ -34,7 +35,7 @@ from protocol.errors import (
 )
 from protocol.layout import PAGE_ALIGNMENT, PAGE_TOKENS, round_up
 from protocol.messages import Done, PagesChanged, SessionOpened
-from protocol.session_state import SessionHeader, unpack_frame
+from protocol.session_state import COUNTER_NAMES, SessionHeader, unpack_frame
 
 
 class Sessions:
@@ -52,6 +53,7 @@ class Sessions:
         self._sessions: dict[int, Session] = {}
         self._by_name: dict[tuple[int, str], Session] = {}
         self._preparing: dict[tuple[int, str], Session] = {}
+        self._ended: Counter[str] = Counter()
         ledger.add_auditor(
             HOST_TIER, lambda: sum(session.blocks.taken_bytes() for session in [*self, *self._preparing.values()])
         )
@@ -64,6 +66,13 @@ class Sessions:
 
     def held_by(self, lease: Lease) -> list[Session]:
         return [session for session in self if session.lease is lease]
+
+    def worker_totals(self) -> Counter[str]:
+        """Sums of the counters that workers have published, in all sessions that there are and those that ended."""
+        totals = Counter(dict.fromkeys(COUNTER_NAMES, 0))
+        for counters in (self._ended, *(session.counters for session in self)):
+            totals.update(counters)
+        return totals
 
     # Verbs: each checks first, then acts
 
@@ -347,6 +356,8 @@ class Sessions:
 
     def _end(self, session: Session) -> None:
         """Forget the session and give its memory back."""
+        session.worker_state()
+        self._ended.update(session.counters)
         session.revoke_grants()
         del self._sessions[session.number]
         del self._by_name[session.header.uid, session.name]

@@ -6,13 +6,18 @@ The settings themselves, and where their values come from, are in `kvd.config`.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
+import os
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from kvd.units import parse_bytes
 from protocol.errors import ConfigError, InvalidValue
+
+SOCKET_PATH_LIMIT = 107
+"""Bytes of a UNIX socket's path: ``sun_path`` is 108 with its terminating zero."""
 
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -108,6 +113,38 @@ class Text:
     def parse(self, value: object) -> str:
         if not isinstance(value, str) or not re.fullmatch(self.pattern, value):
             raise ValueError
+        return value
+
+    def render(self, value: str) -> str:
+        return json.dumps(value)
+
+
+UNIX = "unix:"
+"""What the address of a UNIX socket begins with."""
+
+
+@dataclass(frozen=True)
+class LocalAddress:
+    """Where to listen on this host: nowhere, at a UNIX socket, or at a port of a loopback address."""
+
+    allowed: ClassVar[str] = (
+        'an empty string, "unix:" and an absolute path of at most 107 bytes, or a loopback address and a port such as '
+        '"127.0.0.1:9345" or "[::1]:9345"'
+    )
+
+    def parse(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise ValueError
+        if value.startswith(UNIX):
+            path = value.removeprefix(UNIX)
+            if not path.startswith("/") or len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
+                raise ValueError
+        elif value:
+            host, _, port = value.rpartition(":")
+            if not re.fullmatch("[1-9][0-9]{0,4}", port) or int(port) > 65535:
+                raise ValueError
+            if not ipaddress.ip_address(host[1:-1] if host.startswith("[") else host).is_loopback:
+                raise ValueError
         return value
 
     def render(self, value: str) -> str:

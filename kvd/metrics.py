@@ -1,0 +1,148 @@
+"""The daemon's state as Prometheus metrics. They are served by `kvd.metrics_server`; docs/operate.md explains each.
+
+Needs the package ``prometheus-client`` (the extra ``metrics``).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from kvd.counters import Counters
+from kvd.node import BALANCED, Node
+from kvd.stall_watch import StallWatch
+from kvd.stats import node_stats
+from protocol.stats import NodeStats, SessionStats, TierStats
+
+WORKER_COUNTERS = {
+    "selections": ("kvd_rows_selected", "Rows that attention selected"),
+    "hits": ("kvd_cache_hits", "Selected rows found in the hot cache"),
+    "misses": ("kvd_cache_misses", "Unique rows that were fetched from host RAM"),
+    "ring_hits": ("kvd_ring_hits", "Selected rows found in the ring"),
+    "copybacks": ("kvd_page_copybacks", "Pages copied from the ring to host RAM"),
+    "duplicate_misses": ("kvd_duplicate_misses", "Misses that another query row of the same step had already claimed"),
+}
+"""Counters that workers publish: name and help of the metric, which gets ``_total`` in the text."""
+
+TIER_GAUGES = ("requested", "committed", "reserved", "quarantined", "capacity", "peak_requested", "peak_committed")
+SESSION_GAUGES = {
+    "pages": ("kvd_session_pages", "Pages in host RAM"),
+    "logical_rows": ("kvd_session_rows", "Rows appended"),
+    "committed_rows": ("kvd_session_committed_rows", "Rows that would survive the worker"),
+    "tokens": ("kvd_session_tokens", "Tokens acknowledged to a client"),
+    "requested": ("kvd_session_requested_bytes", "Bytes asked for on its account"),
+    "committed": ("kvd_session_committed_bytes", "Bytes given up for it"),
+}
+SESSION_STATES = ("held", "stored", "damaged")
+LEASE_STATES = ("live", "quarantined")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state at one moment; nothing of it changes later. ``build_s`` is how long the loop was held up for it."""
+
+    stats: NodeStats
+    counters: Counters
+    worker_totals: Mapping[str, int]
+    host_events: Mapping[tuple[str, str], int]
+    last_bursts: Mapping[str, float]
+    build_s: float
+
+
+def take_snapshot(node: Node, stall_watch: StallWatch | None) -> Snapshot:
+    """In the loop's thread."""
+    begin = time.perf_counter()
+    stats = node_stats(node)
+    return Snapshot(
+        stats=stats,
+        counters=copy.deepcopy(node.counters),
+        worker_totals=node.sessions.worker_totals(),
+        host_events=stall_watch.counts() if stall_watch else {},
+        last_bursts={burst.kind: burst.time for burst in stall_watch.bursts} if stall_watch else {},
+        build_s=time.perf_counter() - begin,
+    )
+
+
+def families(snapshot: Snapshot) -> Iterator[Metric]:
+    """Every metric."""
+    stats = snapshot.stats
+    yield InfoMetricFamily("kvd", "The daemon", value={"version": stats.daemon_version, "epoch": str(stats.epoch)})
+    yield GaugeMetricFamily("kvd_uptime_seconds", "Since the daemon started", value=stats.uptime_s)
+    yield GaugeMetricFamily("kvd_serving", "1 while it takes new work, 0 while it drains", value=not stats.draining)
+    yield GaugeMetricFamily("kvd_ledger_balanced", "1 while the books add up", value=stats.ledger == BALANCED)
+    yield GaugeMetricFamily("kvd_snapshot_seconds", "How long this scrape held up the loop", value=snapshot.build_s)
+    yield from _tiers(stats.tiers)
+    yield from _happened(snapshot)
+    yield from _sessions(stats.sessions)
+
+
+def _tiers(tiers: Sequence[TierStats]) -> Iterator[Metric]:
+    for what in TIER_GAUGES:
+        gauge = GaugeMetricFamily(f"kvd_tier_{what}_bytes", f"Of the tier: {what.replace('_', ' ')}", labels=["tier"])
+        for tier in tiers:
+            gauge.add_metric([tier.tier], getattr(tier, what))
+        yield gauge
+    for what in ("requested", "committed"):
+        gauge = GaugeMetricFamily(f"kvd_purpose_{what}_bytes", f"By purpose: {what}", labels=["tier", "purpose"])
+        for tier in tiers:
+            for part in tier.purposes:
+                gauge.add_metric([tier.tier, part.purpose], getattr(part, what))
+        yield gauge
+
+
+def _happened(snapshot: Snapshot) -> Iterator[Metric]:
+    counters, stats = snapshot.counters, snapshot.stats
+    requests = CounterMetricFamily("kvd_requests", "Requests answered, by outcome", labels=["verb", "outcome"])
+    for (verb, outcome), count in sorted(counters.requests.items()):
+        requests.add_metric([verb, outcome], count)
+    yield requests
+    yield CounterMetricFamily("kvd_leases_opened", "Leases opened", value=counters.leases_opened)
+    yield CounterMetricFamily("kvd_leases_ended", "Leases ended", value=counters.leases_ended)
+    yield CounterMetricFamily(
+        "kvd_leases_quarantined",
+        "Leases that lost their connection before their process",
+        value=counters.leases_quarantined,
+    )
+    yield _by_state("kvd_leases", "Leases", LEASE_STATES, (lease.state for lease in stats.leases))
+    yield _by_state("kvd_sessions", "Sessions", SESSION_STATES, (session.state for session in stats.sessions))
+    for name, (metric, text) in WORKER_COUNTERS.items():
+        yield CounterMetricFamily(metric, f"{text}, all sessions since the start", value=snapshot.worker_totals[name])
+    events = CounterMetricFamily(
+        "kvd_host_events", "What the kernel did to pages, whole host", labels=["kind", "event"]
+    )
+    for (kind, event), count in snapshot.host_events.items():
+        events.add_metric([kind, event], count)
+    yield events
+    last = GaugeMetricFamily("kvd_host_event_last_timestamp_seconds", "When it was last seen", labels=["kind"])
+    for kind, when in snapshot.last_bursts.items():
+        last.add_metric([kind], when)
+    yield last
+
+
+def _by_state(name: str, text: str, states: Iterable[str], found: Iterable[str]) -> Metric:
+    gauge = GaugeMetricFamily(name, f"{text}, by state", labels=["state"])
+    counts = list(found)
+    for state in states:
+        gauge.add_metric([state], counts.count(state))
+    return gauge
+
+
+def _sessions(sessions: Sequence[SessionStats]) -> Iterator[Metric]:
+    labels = ["session", "name", "uid"]
+    named = [([str(session.session), session.name, str(session.uid)], session) for session in sessions]
+    for field, (metric, text) in SESSION_GAUGES.items():
+        gauge = GaugeMetricFamily(metric, f"{text}, by session", labels=labels)
+        for values, session in named:
+            gauge.add_metric(values, getattr(session, field))
+        yield gauge
+    for field in ("selections", "misses"):
+        metric, text = WORKER_COUNTERS[field]
+        counter = CounterMetricFamily(metric.replace("kvd_", "kvd_session_", 1), f"{text}, by session", labels=labels)
+        for values, session in named:
+            counter.add_metric(values, getattr(session, field))
+        yield counter
