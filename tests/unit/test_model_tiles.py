@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -27,30 +28,39 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def functions() -> list[tuple[str, int, Callable[[Tensor], Tensor]]]:
-    """Name, width of the input, and function of float32 [16 n, width]."""
-    heads = noise(4, 32, 512, seed=3)
-    gate = torch.nn.functional.layer_norm
-    cases: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
-        (f"linear {inner} to {columns}", inner, tiles.Linear(noise(columns, inner, seed=columns)))
-        for inner, columns in ((128, 832), (64, 4480), (128, 8), (256, 128), (6144, 256), (512, 3072))
-    ]
-    return [
-        *cases,
-        ("head products", 128, lambda x: tiles.head_products(x.unflatten(1, (4, 32)), heads).flatten(1)),
-        ("silu", 256, tiles.silu),
-        ("silu of many columns", 12288, tiles.silu),
-        ("sigmoid of a few", 8, lambda x: tiles.elementwise(torch.sigmoid, x)),
-        ("cosine", 32, lambda x: tiles.elementwise(torch.cos, x * 1000)),
-        ("rms norm", 6144, lambda x: tiles.rms_norm(x, torch.ones(6144), 1e-5)),
-        ("layer norm", 128, lambda x: gate(x, (128,), torch.ones(128), torch.zeros(128), 1e-6)),
-    ]
+def linear(inner: int, columns: int) -> tuple[int, Callable[[Tensor], Tensor]]:
+    return inner, tiles.Linear(noise(columns, inner, seed=columns))
+
+
+def head_products() -> tuple[int, Callable[[Tensor], Tensor]]:
+    weight = noise(4, 32, 512, seed=3)
+    return 128, lambda x: tiles.head_products(x.unflatten(1, (4, 32)), weight).flatten(1)
+
+
+def norm_of_keys(x: Tensor) -> Tensor:
+    return torch.nn.functional.layer_norm(x, (128,), torch.ones(128), torch.zeros(128), 1e-6)
+
+
+# Each makes the width of an input and a function of float32 [16 n, width].
+FUNCTIONS: dict[str, Callable[[], tuple[int, Callable[[Tensor], Tensor]]]] = {
+    **{
+        f"linear {inner} to {columns}": functools.partial(linear, inner, columns)
+        for inner, columns in ((128, 832), (64, 4480), (128, 8), (256, 128), (6144, 256))
+    },
+    "head products": head_products,
+    "silu": lambda: (256, tiles.silu),
+    "silu of many columns": lambda: (3072, tiles.silu),
+    "sigmoid of a few": lambda: (8, lambda x: tiles.elementwise(torch.sigmoid, x)),
+    "cosine": lambda: (32, lambda x: tiles.elementwise(torch.cos, x * 1000)),
+    "rms norm": lambda: (6144, lambda x: tiles.rms_norm(x, torch.ones(6144), 1e-5)),
+    "layer norm": lambda: (128, norm_of_keys),
+}
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("index", range(len(functions())), ids=[case[0] for case in functions()])
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_at_every_place(index: int) -> None:
-    _, width, function = functions()[index]
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_at_every_place(name: str) -> None:
+    width, function = FUNCTIONS[name]()
     x = noise(max(SIZES), width, seed=1)
     whole = function(x)
     for size in SIZES:
@@ -65,7 +75,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_at_every_place(index: int)
 
 def test_every_product_has_one_shape_whatever_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason for the bits to be the same, where a library's choice of another shape happens not to show."""
-    linear, weight = tiles.Linear(noise(24, 64)), noise(4, 16, 32)
+    product, weight = tiles.Linear(noise(24, 64)), noise(4, 16, 32)
     shapes = set()
 
     def spied(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -79,7 +89,7 @@ def test_every_product_has_one_shape_whatever_the_rows(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "bmm", spied(torch.bmm))
     for rows in SIZES:
         x = tiles.pad_rows(noise(rows, 64))
-        linear(x)
+        product(x)
         tiles.head_products(x.unflatten(1, (4, 16)), weight)
     assert shapes == {((16, 64), (64, 24)), ((4, 16, 16), (4, 16, 32))}
 
