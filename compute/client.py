@@ -120,6 +120,18 @@ class Client:
         """End the session. No copy to one of its pages may be in flight."""
         self._ask(lambda seq: messages.CloseSession(seq, self.lease, session, generation), messages.Done)
 
+    def fork_session(self, session: int, generation: int, rows: int, name: str) -> messages.SessionOpened:
+        """Make a session of the first ``rows`` committed rows of another, held by this lease. They share pages."""
+        return self._ask(
+            lambda seq: messages.ForkSession(seq, self.lease, session, generation, rows, name), messages.SessionOpened
+        )
+
+    def find_prefix(self, *, fingerprint: bytes, encoding: str, digests: list[bytes]) -> messages.PrefixFound:
+        """The session of this uid that has most of the pages of a chain of hashes (`protocol.prefix`)."""
+        return self._ask(
+            lambda seq: messages.FindPrefix(seq, self.lease, fingerprint, encoding, digests), messages.PrefixFound
+        )
+
     def save_session(self, name: str, *, timeout_s: float = 600.0) -> messages.Saved:
         """Write a session of this uid to disk. One that this process holds is at its barrier."""
         return self._ask(lambda seq: messages.SaveSession(seq, name), messages.Saved, timeout_s)

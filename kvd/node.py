@@ -11,10 +11,13 @@ from kvd.alloc.ledger import Ledger
 from kvd.config import Config, LimitsConfig
 from kvd.counters import Counters
 from kvd.device_memory import DeviceMemoryVerbs
+from kvd.forks import Forks
+from kvd.inheritance import Inheritance
 from kvd.jobs import Jobs
 from kvd.leases import Lease, Leases
 from kvd.logs import Log
 from kvd.peers import Peer, Process
+from kvd.remains import look
 from kvd.saving import Saving
 from kvd.session import HOST_TIER
 from kvd.sessions import Sessions
@@ -46,6 +49,8 @@ class Node:
         self.ledger = Ledger()
         driver = make_driver(config)
         self.vram = Vram(driver, self.ledger, {info.uuid: config.vram.capacity for info in driver.devices()})
+        extents = config.host.capacity // config.host.extent
+        remains = look(prefix, config.host.extent, extents, log)
         self.host = HostRam(
             self.ledger,
             capacity_bytes=config.host.capacity,
@@ -54,15 +59,19 @@ class Node:
             numa_node=None if config.host.numa_node < 0 else config.host.numa_node,
             progress=progress,
             tier=HOST_TIER,
+            left=remains.extents,
         )
         self.ledger.resize_tier(HOST_TIER, config.host.capacity + config.host.state_capacity)
         self.leases = Leases(secrets.randbits(63), config.limits.max_leases)
         self.sessions = Sessions(self.leases.epoch, prefix, self.ledger, self.host, config.limits, log)
+        self.inheritance = Inheritance(self.ledger, self.host, self.leases, self.sessions, log)
+        self.inheritance.take_up(remains)
         self.jobs = Jobs()
         directory = None
         if config.disk.state_dir:
             directory = StateDirectory(Path(config.disk.state_dir), config.disk.capacity)
         self.saving = Saving(directory, self.sessions, self.host, self.jobs, log)
+        self.forks = Forks(self.sessions)
         self.device_memory = DeviceMemoryVerbs(self.vram, config.limits.max_handles)
         self.devices = [
             DeviceInfo(info.uuid, info.name, config.vram.capacity, driver.granularity(info.uuid))
@@ -138,9 +147,13 @@ class Node:
         for lease in self.leases:
             self.leases.end(lease)
 
+    def is_on_the_books(self, lease: Lease) -> bool:
+        """Whether any memory stands on the lease's accounts."""
+        return any(entry.account.lease == lease.number for entry in self.ledger.entries())
+
     def _holds_nothing(self, lease: Lease) -> bool:
         """Whether there is no memory that its process might still use."""
-        return not lease.extents and all(entry.account.lease != lease.number for entry in self.ledger.entries())
+        return not lease.extents and not self.is_on_the_books(lease)
 
 
 def make_driver(config: Config) -> DeviceDriver:

@@ -22,6 +22,7 @@ from dataclasses import astuple, dataclass
 
 import xxhash
 
+from kvd.session_content import SessionContent
 from kvd.session_limits import ENCODING_PATTERN, LARGEST_COMMIT, LARGEST_TOKEN_CAPACITY, NAME_PATTERN
 from protocol.errors import SavedRefused
 from protocol.layout import PAGE_ALIGNMENT, PAGE_TOKENS, round_up
@@ -102,19 +103,10 @@ class SavedHeader:
         return _START.pack(_MAGIC, SAVED_VERSION, HEADER_BYTES, xxhash.xxh3_64_intdigest(fields)) + fields
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """The part of a saved session that is not pages: token ids, commit payload, sampler's state."""
-
-    tokens: bytes
-    commit: bytes
-    sampler: bytes
-
-
 def write(
     fd: int,
     header: SavedHeader,
-    state: SavedState,
+    content: SessionContent,
     pages: Sequence[Place],
     pool: ThreadPoolExecutor,
     cancelled: threading.Event,
@@ -132,7 +124,7 @@ def write(
         return _checksums(buffer, stride, first)
 
     packed = header.pack()
-    body = (state.tokens + state.commit + state.sampler).ljust(header.pages_offset - HEADER_BYTES, b"\0")
+    body = (content.tokens + content.commit + content.sampler).ljust(header.pages_offset - HEADER_BYTES, b"\0")
     _write(fd, memoryview(packed + body), 0)
     checksums = struct.pack(f"<{header.page_count}Q", *_in_chunks(header, copy, pool, cancelled, progress))
     digest = xxhash.xxh3_128_digest(packed + body + checksums)
@@ -164,7 +156,7 @@ class SavedFile:
         self._checksums: tuple[int, ...] = struct.unpack(f"<{count}Q", checksums)
         sizes = 4 * self.header.tokens, self.header.commit_size, self.header.sampler_size
         tokens, commit, sampler = itertools.accumulate(sizes)
-        self.state = SavedState(body[:tokens], body[tokens:commit], body[commit:sampler])
+        self.content = SessionContent(self.header.rows, body[:tokens], body[tokens:commit], body[commit:sampler])
 
     def read_pages(
         self, pages: Sequence[Place] | None, pool: ThreadPoolExecutor, cancelled: threading.Event, progress: Progress

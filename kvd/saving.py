@@ -10,7 +10,6 @@ import dataclasses
 import os
 import threading
 import time
-from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -21,26 +20,19 @@ from kvd import saved_file
 from kvd.jobs import Job, Jobs
 from kvd.logs import Log
 from kvd.peers import Peer
-from kvd.saved_file import Place, SavedFile, SavedHeader, SavedState
+from kvd.saved_file import Place, SavedFile, SavedHeader
 from kvd.session import Session
-from kvd.session_limits import NAME_LIMIT, NAME_PATTERN
+from kvd.session_content import SessionContent, pack_content, read_content
+from kvd.session_limits import require_session_name
 from kvd.sessions import Sessions
 from kvd.tiers.disk import StateDirectory, file_name, session_name
 from kvd.tiers.host_ram import HostRam
 from protocol import messages
-from protocol.errors import FingerprintMismatch, InvalidValue, OsFailure, SavedRefused, SessionDamaged
+from protocol.errors import FingerprintMismatch, InvalidValue, OsFailure, SavedRefused
 from protocol.messages import Done, Saved, SavedSession, SavedSessions
-from protocol.session_state import (
-    Commit,
-    SessionHeader,
-    WorkerBlock,
-    WorkerBlockLayout,
-    read_worker_state,
-    unpack_frame,
-)
+from protocol.session_state import SessionHeader, unpack_frame
 
 PROGRESS_INTERVAL_S = 2.0
-_READ_ATTEMPTS = 16
 
 
 class Saving:
@@ -71,7 +63,7 @@ class Saving:
     def restore(self, peer: Peer, request: messages.RestoreSession) -> Job:
         """Make a stored session of a file."""
         directory = self._require_directory()
-        uid, name = peer.uid, _require_session_name(request.name)
+        uid, name = peer.uid, require_session_name(request.name)
         self._sessions.check_new(uid, name)
         started = time.monotonic()
         with _os_errors(f"reading saved session {name}"), ExitStack() as cleanup:
@@ -88,7 +80,7 @@ class Saving:
             places = self._places(session)
             progress = _Progress(self._log, "restoring", name)
             yield partial(saved.read_pages, places, self._pool, self._jobs.cancelled, progress)
-            block = yield partial(_worker_block, saved, session.number)
+            block = yield partial(pack_content, saved.content, session.header)
             self._sessions.admit(session, block)
             undo.pop_all()
             directory.touch(fd)
@@ -106,7 +98,7 @@ class Saving:
 
     def remove(self, peer: Peer, request: messages.RemoveSaved) -> Job:
         """Remove a saved session."""
-        yield partial(self._require_directory().remove, file_name(peer.uid, _require_session_name(request.name)))
+        yield partial(self._require_directory().remove, file_name(peer.uid, require_session_name(request.name)))
         return Done(request.seq)
 
     def _save(self, directory: StateDirectory, session: Session, seq: int) -> Job:
@@ -135,14 +127,12 @@ class Saving:
 
     def _write(self, directory: StateDirectory, source: _Source) -> SavedHeader:
         """In a thread: write the file."""
-        commit, state = _read_state(source)
-        header = _saved_header(source, commit, state)
-        if header.page_count > len(source.places):
-            raise SessionDamaged(f"session {header.name!r} claims {header.rows} rows in {len(source.places)} pages")
+        content = read_content(source.worker_fd, source.header)
+        header = _saved_header(source.header, content)
         progress = _Progress(self._log, "saving", header.name)
         places = source.places[: header.page_count]
         with directory.replace(file_name(header.uid, header.name), header.size) as fd:
-            saved_file.write(fd, header, state, places, self._pool, self._jobs.cancelled, progress)
+            saved_file.write(fd, header, content, places, self._pool, self._jobs.cancelled, progress)
         return header
 
     def _require_directory(self) -> StateDirectory:
@@ -189,33 +179,17 @@ def _os_errors(what: str) -> Iterator[None]:
         raise OsFailure(f"{what}: {error.strerror}", errno=error.errno) from error
 
 
-def _read_state(source: _Source) -> tuple[Commit, SavedState]:
-    """The commit record, tokens and sampler's state, all of one moment. Raises `SessionDamaged`."""
-    header = source.header
-    layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
-    for _ in range(_READ_ATTEMPTS):
-        state = read_worker_state(source.worker_fd, layout, header.session)
-        nbytes = layout.log_offset + 4 * state.tokens
-        block = os.pread(source.worker_fd, nbytes, 0)
-        again = read_worker_state(source.worker_fd, layout, header.session)
-        if (state.tokens, state.commit) == (again.tokens, again.commit) and len(block) == nbytes:
-            view = WorkerBlock(memoryview(bytearray(block.ljust(layout.block_bytes, b"\0"))), layout, header.session)
-            return state.commit, SavedState(block[layout.log_offset :], state.commit.payload, view.sampler_state)
-    raise SessionDamaged(f"session {header.session} does not stand still to be read", session=header.session)
-
-
-def _saved_header(source: _Source, commit: Commit, state: SavedState) -> SavedHeader:
-    header = source.header
+def _saved_header(header: SessionHeader, content: SessionContent) -> SavedHeader:
     saved = SavedHeader(
         uid=header.uid,
         page_bytes=header.page_bytes,
         token_capacity=header.token_capacity,
         commit_bytes=header.commit_bytes,
         generation=header.generation,
-        rows=commit.rows,
-        tokens=len(state.tokens) // 4,
-        commit_size=len(state.commit),
-        sampler_size=len(state.sampler),
+        rows=content.rows,
+        tokens=len(content.tokens) // 4,
+        commit_size=len(content.commit),
+        sampler_size=len(content.sampler),
         file_bytes=0,
         encoding=header.encoding,
         fingerprint=header.fingerprint,
@@ -245,21 +219,6 @@ def _session_header(saved: SavedHeader) -> SessionHeader:
     )
 
 
-def _worker_block(saved: SavedFile, session: int) -> memoryview:
-    """The worker block of the restored session, as far as its tokens."""
-    header, state = saved.header, saved.state
-    layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
-    block = memoryview(bytearray(layout.block_bytes))
-    start = layout.pack_header(session)
-    block[: len(start)] = start
-    view = WorkerBlock(block, layout, session)
-    view.append_tokens(array("i", state.tokens), state.sampler)
-    if header.rows or state.commit:
-        view.publish_commit(header.generation, header.rows, state.commit)
-    view.logical_rows = header.rows
-    return block[: layout.log_offset + len(state.tokens)]
-
-
 def _check_identity(header: SavedHeader, uid: int, request: messages.RestoreSession) -> None:
     """Raise unless the file is what its name says, of the model that is asked for."""
     if (header.uid, header.name) != (uid, request.name):
@@ -270,9 +229,3 @@ def _check_identity(header: SavedHeader, uid: int, request: messages.RestoreSess
             f"saved session {header.name!r} was made by model {header.fingerprint.hex()} in encoding "
             f"{header.encoding}, not {wanted[0][:32].hex()} in {wanted[1][:16]}"
         )
-
-
-def _require_session_name(name: str) -> str:
-    if not NAME_PATTERN.fullmatch(name):
-        raise InvalidValue("session name", name[: 2 * NAME_LIMIT], f"what matches {NAME_PATTERN.pattern}")
-    return name

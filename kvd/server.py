@@ -171,6 +171,8 @@ class ControlServer:
             case messages.OpenSession():
                 node.require_accepting()
                 return node.sessions.open(lease, request)
+            case messages.ReattachSession():
+                return node.inheritance.reattach(lease, request)
             case messages.ExtendSession():
                 node.require_accepting()
                 return node.sessions.extend(lease, request)
@@ -180,6 +182,11 @@ class ControlServer:
                 return node.sessions.detach(lease, request)
             case messages.CloseSession():
                 return node.sessions.close(lease, request)
+            case messages.ForkSession():
+                node.require_accepting()
+                return node.forks.fork(lease, request)
+            case messages.FindPrefix():
+                return node.forks.find_prefix(lease, request)
             case messages.AllocateDevice():
                 node.require_accepting()
                 if request.session:

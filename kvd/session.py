@@ -20,6 +20,7 @@ class Session:
 
     ``grants`` are those that the holder was given for the blocks. ``busy`` says what the daemon itself does with it.
     ``counters`` are those that its worker had published when its state was last read.
+    ``prefix`` are the hashes of its first pages (`protocol.prefix`), as far as `kvd.forks` has needed them.
     """
 
     def __init__(self, header: SessionHeader, blocks: SessionBlocks, lease: Lease | None) -> None:
@@ -31,6 +32,7 @@ class Session:
         self.damage = ""
         self.busy = ""
         self.counters: dict[str, int] = {}
+        self.prefix: list[bytes] = []
 
     @property
     def number(self) -> int:

@@ -83,6 +83,16 @@ class SessionBlocks:
             _write(self._daemon_fd, offset, data)
         self._sequence += 1
 
+    @property
+    def worker_fd(self) -> int:
+        """The worker block's descriptor, to read it by; open until `destroy`."""
+        return self._worker_fd
+
+    @property
+    def log_offset(self) -> int:
+        """Where the token log begins in the worker block."""
+        return self._layout.log_offset
+
     def worker_state(self) -> WorkerState:
         """What the worker last published; raises `SessionDamaged` if its block is cut or makes no sense."""
         return read_worker_state(self._worker_fd, self._layout, self._session)

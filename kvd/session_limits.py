@@ -16,10 +16,16 @@ LARGEST_COMMIT = 1 << 24
 LARGEST_TOKEN_CAPACITY = (1 << 31) - 1
 
 
+def require_session_name(name: str) -> str:
+    """``name``, if a session may have it; raises `InvalidValue` otherwise."""
+    if not NAME_PATTERN.fullmatch(name):
+        raise InvalidValue("session name", name[: 2 * NAME_LIMIT], f"what matches {NAME_PATTERN.pattern}")
+    return name
+
+
 def check_creation(request: CreateSession, extent_bytes: int) -> None:
     """Raise `InvalidValue` for a field outside its limits."""
-    if not NAME_PATTERN.fullmatch(request.name):
-        raise InvalidValue("session name", request.name[: 2 * NAME_LIMIT], f"what matches {NAME_PATTERN.pattern}")
+    require_session_name(request.name)
     if len(request.fingerprint) != FINGERPRINT_BYTES:
         raise InvalidValue("bytes of the fingerprint", len(request.fingerprint), f"{FINGERPRINT_BYTES}")
     if not ENCODING_PATTERN.fullmatch(request.encoding):

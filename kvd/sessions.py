@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvd.alloc.ledger import Account, Ledger
 from kvd.config import LimitsConfig
@@ -21,6 +21,7 @@ from kvd.session import HOST_TIER, Session
 from kvd.session_blocks import SessionBlocks
 from kvd.session_limits import FINGERPRINT_BYTES, NAME_LIMIT, check_creation
 from kvd.shared_memory import SharedMemoryGranter
+from kvd.sharing import SharedFrames
 from kvd.tiers.host_ram import HostRam
 from protocol import messages
 from protocol.errors import (
@@ -49,6 +50,7 @@ class Sessions:
         self.limits = limits
         self._log = log
         self._numbers = itertools.count(1)
+        self.frames = SharedFrames(host)
         self._granter = SharedMemoryGranter(host)
         self._sessions: dict[int, Session] = {}
         self._by_name: dict[tuple[int, str], Session] = {}
@@ -101,7 +103,7 @@ class Sessions:
         session = self._make(header, lease)
         self._sessions[session.number] = session
         self._by_name[uid, session.name] = session
-        return self._opened(session, lease, request.seq)
+        return self.opened(session, lease, request.seq)
 
     def open(self, lease: Lease, request: messages.OpenSession) -> SessionOpened:
         """Have ``lease`` hold a stored session of its uid; the generation rises."""
@@ -122,15 +124,15 @@ class Sessions:
                 f"not {request.fingerprint[:FINGERPRINT_BYTES].hex()} in {request.encoding[:16]}",
                 session=session.number,
             )
-        self._require_intact(session)
+        self.require_intact(session)
         session.rewrite(
             session.frames,
             generation=header.generation + 1,
             holder_pid=lease.peer.pid,
             holder_start=lease.process.start,
         )
-        self._hand_over(session, lease)
-        return self._opened(session, lease, request.seq)
+        self.hand_over(session, lease)
+        return self.opened(session, lease, request.seq)
 
     def extend(self, lease: Lease, request: messages.ExtendSession) -> PagesChanged:
         """Add pages at the end."""
@@ -161,11 +163,18 @@ class Sessions:
             raise InvalidValue(
                 "pages", request.pages, f"at least {-(-committed // PAGE_TOKENS)}, for the {committed} committed rows"
             )
-        dropped = session.frames[request.pages :]
-        session.rewrite(session.frames[: request.pages], generation=session.header.generation + 1)
+        before = session.frames
+        kept = self.frames.own(session, request.pages, committed)
+        added = set(kept).difference(before)
+        try:
+            session.rewrite(kept, generation=session.header.generation + 1)
+        except BaseException:
+            self.frames.free(added)
+            raise
+        del session.prefix[committed // PAGE_TOKENS :]
         session.revoke_grants()
-        self._host.free_frames(dropped)
-        return self._changed(session, lease, request.seq, [])
+        self.frames.free(set(before).difference(kept))
+        return self._changed(session, lease, request.seq, added)
 
     def detach(self, lease: Lease, request: messages.DetachSession) -> Done:
         """Let go of the session; it stays stored."""
@@ -175,19 +184,19 @@ class Sessions:
 
     def close(self, lease: Lease, request: messages.CloseSession) -> Done:
         """End the session and give its memory back. One that is damaged and held by nobody any of its uid may close."""
-        session = self._session_of(lease, request.session)
+        session = self.session_of(lease, request.session)
         if session.lease is not None or not session.damage:
             self._require_holder(session, lease, request.generation)
         self._require_idle(session)
-        self._end(session)
+        self.end(session)
         return Done(request.seq)
 
     def require_holder(self, lease: Lease, number: int) -> None:
         """Raise `UnknownSession` or `SessionBusy` unless ``lease`` holds the session; VRAM may stand on its account."""
-        session = self._session_of(lease, number)
+        session = self.session_of(lease, number)
         self._require_holder(session, lease, session.header.generation)
 
-    # Sessions that are saved and restored (`kvd.saving`)
+    # For sessions that are made of others: restored (`kvd.saving`) or forked (`kvd.forks`)
 
     def find(self, uid: int, name: str) -> Session:
         """The session of this name; raises `UnknownSession`."""
@@ -205,11 +214,11 @@ class Sessions:
                 session=session.number,
             )
         self._require_idle(session)
-        self._require_intact(session)
+        self.require_intact(session)
         return session
 
-    def prepare(self, header: SessionHeader, pages: int) -> Session:
-        """A stored session with the frames of ``pages`` pages, under a number of its own, that nobody can see.
+    def prepare(self, header: SessionHeader, pages: int, lease: Lease | None = None) -> Session:
+        """A session with the frames of ``pages`` pages, under a number of its own, that nobody can see.
 
         `admit` makes it one of the sessions, `discard` gives its memory back. Raises what the verbs raise.
         """
@@ -217,7 +226,7 @@ class Sessions:
         header = dataclasses.replace(
             header, epoch=self._epoch, session=next(self._numbers), extent_bytes=self._host.extent_bytes
         )
-        session = self._make(header, None)
+        session = self._make(header, lease)
         self._preparing[header.uid, header.name] = session
         try:
             if pages:
@@ -244,6 +253,12 @@ class Sessions:
         del self._preparing[session.header.uid, session.name]
         self._free(session)
 
+    def inherit(self, session: Session) -> None:
+        """Have a session of an earlier run (`kvd.inheritance`); new ones get numbers above its own."""
+        self._numbers = itertools.count(max(next(self._numbers), session.number + 1))
+        self._sessions[session.number] = session
+        self._by_name[session.header.uid, session.name] = session
+
     # What happens to leases and memory
 
     def lease_ended(self, lease: Lease) -> None:
@@ -253,7 +268,7 @@ class Sessions:
             empty = session.is_empty()
             self._log.info("session let go", session=session.number, name=session.name, stored=not empty)
             if empty:
-                self._end(session)
+                self.end(session)
             else:
                 self._store(session)
 
@@ -266,7 +281,7 @@ class Sessions:
     def close_all(self) -> None:
         """End every session."""
         for session in self:
-            self._end(session)
+            self.end(session)
 
     # Steps
 
@@ -287,7 +302,8 @@ class Sessions:
             reservation.commit(nbytes)
         return Session(header, blocks, lease)
 
-    def _session_of(self, lease: Lease, number: int) -> Session:
+    def session_of(self, lease: Lease, number: int) -> Session:
+        """The session of this number, if it is of the lease's uid; raises `UnknownSession`."""
         session = self._sessions.get(number)
         if session is None or session.header.uid != lease.peer.uid:
             raise UnknownSession(f"uid {lease.peer.uid} has no session number {number}", session=number)
@@ -304,10 +320,10 @@ class Sessions:
 
     def _held(self, lease: Lease, number: int, generation: int) -> Session:
         """The intact session that ``lease`` holds at this generation."""
-        session = self._session_of(lease, number)
+        session = self.session_of(lease, number)
         self._require_holder(session, lease, generation)
         self._require_idle(session)
-        self._require_intact(session)
+        self.require_intact(session)
         return session
 
     def _inspect(self, session: Session, cut: Sequence[int]) -> None:
@@ -329,7 +345,8 @@ class Sessions:
         if session.busy:
             raise SessionBusy(f"session {session.name!r} is {session.busy}", session=session.number)
 
-    def _require_intact(self, session: Session) -> None:
+    def require_intact(self, session: Session) -> None:
+        """Raise `SessionDamaged` if its memory was cut or scribbled over."""
         self._inspect(session, self._host.damaged_extents())
         if session.damage:
             raise SessionDamaged(
@@ -338,23 +355,23 @@ class Sessions:
                 generation=session.header.generation,
             )
 
-    def _hand_over(self, session: Session, lease: Lease | None) -> None:
+    def hand_over(self, session: Session, lease: Lease | None) -> None:
         """Move the session and its memory to the account of ``lease``, or to the daemon's own."""
         before, nbytes = session.account("session_state"), session.blocks.nbytes
         session.lease = lease
         self._ledger.transfer(before, session.account("session_state"), nbytes, nbytes)
-        self._host.move_frames(session.frames, session.account("pages"))
+        self.frames.move(session.frames, session.account("pages"))
 
     def _store(self, session: Session) -> None:
         """Have nobody hold the session."""
         session.revoke_grants()
-        self._hand_over(session, None)
+        self.hand_over(session, None)
         try:
             session.rewrite(session.frames, holder_pid=0, holder_start=0)
         except OsFailure as error:  # the daemon's own uid cut the block, and the mount is full
             session.damage = session.damage or error.message
 
-    def _end(self, session: Session) -> None:
+    def end(self, session: Session) -> None:
         """Forget the session and give its memory back."""
         session.worker_state()
         self._ended.update(session.counters)
@@ -364,12 +381,13 @@ class Sessions:
         self._free(session)
 
     def _free(self, session: Session) -> None:
-        self._host.free_frames(session.frames)
+        self.frames.free(session.frames)
         nbytes = session.blocks.nbytes
         session.blocks.destroy()
         self._ledger.release(session.account("session_state"), nbytes, nbytes)
 
-    def _opened(self, session: Session, lease: Lease, seq: int) -> SessionOpened:
+    def opened(self, session: Session, lease: Lease, seq: int) -> SessionOpened:
+        """The answer that has ``lease`` hold ``session``, with grants for its memory."""
         daemon_block, worker_block = self._granter.blocks(session, lease)
         header = session.header
         extents = self._granter.extents(session.extents, lease)
@@ -377,7 +395,7 @@ class Sessions:
             seq, header.session, header.generation, header.page_count, daemon_block, worker_block, extents
         )
 
-    def _changed(self, session: Session, lease: Lease, seq: int, added: Sequence[int]) -> PagesChanged:
+    def _changed(self, session: Session, lease: Lease, seq: int, added: Iterable[int]) -> PagesChanged:
         extents = self._granter.extents({unpack_frame(frame)[0] for frame in added}, lease)
         header = session.header
         return PagesChanged(seq, header.session, header.generation, header.page_count, extents)

@@ -65,6 +65,14 @@ class OpenSession(_Tagged, frozen=True, tag="open_session"):
     encoding: str
 
 
+class ReattachSession(_Tagged, frozen=True, tag="reattach_session"):
+    """Hold on, after the daemon was started again, to a session that the calling process has held all along."""
+
+    seq: int
+    lease: LeaseRef
+    name: str
+
+
 class ExtendSession(_Tagged, frozen=True, tag="extend_session"):
     """Add ``pages`` pages at the session's end."""
 
@@ -122,6 +130,27 @@ class FreeDevice(_Tagged, frozen=True, tag="free_device"):
     handle: int
 
 
+class ForkSession(_Tagged, frozen=True, tag="fork_session"):
+    """Make a session of the first ``rows`` committed rows of another, held by the lease. They share pages."""
+
+    seq: int
+    lease: LeaseRef
+    session: int
+    generation: int
+    rows: int
+    name: str
+
+
+class FindPrefix(_Tagged, frozen=True, tag="find_prefix"):
+    """Look for a session that begins with the pages that ``digests`` stand for (`protocol.prefix`)."""
+
+    seq: int
+    lease: LeaseRef
+    fingerprint: bytes
+    encoding: str
+    digests: list[bytes]
+
+
 class SaveSession(_Tagged, frozen=True, tag="save_session"):
     """Write a session of the caller's uid to disk, in place of what was saved under its name before."""
 
@@ -156,12 +185,15 @@ Request = (
     | Stat
     | CreateSession
     | OpenSession
+    | ReattachSession
     | ExtendSession
     | TruncateSession
     | DetachSession
     | CloseSession
     | AllocateDevice
     | FreeDevice
+    | ForkSession
+    | FindPrefix
     | SaveSession
     | RestoreSession
     | ListSaved
@@ -220,6 +252,16 @@ class PagesChanged(_Tagged, frozen=True, tag="pages_changed"):
     extents: list[Extent]
 
 
+class PrefixFound(_Tagged, frozen=True, tag="prefix_found"):
+    """The session with most of the pages that were looked for, and how many; 0 for none."""
+
+    seq: int
+    session: int
+    generation: int
+    name: str
+    pages: int
+
+
 class DeviceAllocated(_Tagged, frozen=True, tag="device_allocated"):
     seq: int
     memory: DeviceMemory
@@ -264,7 +306,19 @@ class ErrorReply(_Tagged, frozen=True, tag="error"):
     facts: dict[str, Fact]
 
 
-Reply = Welcome | Stats | SessionOpened | PagesChanged | DeviceAllocated | Saved | SavedSessions | Done | ErrorReply
+Reply = (
+    Welcome
+    | Stats
+    | SessionOpened
+    | PagesChanged
+    | PrefixFound
+    | DeviceAllocated
+    | Saved
+    | SavedSessions
+    | Done
+    | ErrorReply
+)
+
 
 # Packets on the handle socket
 
@@ -283,7 +337,17 @@ class Claim(_Tagged, frozen=True, tag="claim"):
     grant: int
 
 
-HandleRequest = LeaseOpen | Claim
+class HandOver(_Tagged, frozen=True, tag="hand_over"):
+    """Give the daemon VRAM that an earlier run of it had given to this process; its file descriptor comes along."""
+
+    device: str
+    requested: int
+    committed: int
+    purpose: DevicePurpose
+    session: int
+
+
+HandleRequest = LeaseOpen | Claim | HandOver
 
 
 class LeaseOpened(_Tagged, frozen=True, tag="lease_opened"):
@@ -296,4 +360,10 @@ class Claimed(_Tagged, frozen=True, tag="claimed"):
     handle: int
 
 
-HandleReply = LeaseOpened | Claimed | ErrorReply
+class HandedOver(_Tagged, frozen=True, tag="handed_over"):
+    """The handle that the memory has from now on."""
+
+    handle: int
+
+
+HandleReply = LeaseOpened | Claimed | HandedOver | ErrorReply

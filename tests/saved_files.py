@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import xxhash
 
-from kvd.saved_file import Place, SavedFile, SavedHeader, SavedState, write
+from kvd.saved_file import Place, SavedFile, SavedHeader, write
+from kvd.session_content import SessionContent
 
 FIELDS = struct.Struct("<10Q16s32s128s")
 STRIDE = 8192
@@ -36,7 +37,9 @@ def in_memory(data: bytes = b"") -> Iterator[int]:
 def make(rows: int = 300, tokens: int = 310, *, seed: int = 0, name: str = "s", pool: ThreadPoolExecutor) -> bytes:
     """A whole saved session with random content, as the daemon writes it."""
     source = random.Random(seed)
-    state = SavedState(source.randbytes(4 * tokens), source.randbytes(64 if rows else 0), source.randbytes(24))
+    state = SessionContent(
+        rows, source.randbytes(4 * tokens), source.randbytes(64 if rows else 0), source.randbytes(24)
+    )
     header = SavedHeader(
         0, 5000, 4096, 64, 3, rows, tokens, len(state.commit), len(state.sampler), 0, "q8g64", bytes(range(32)), name
     )
@@ -48,14 +51,14 @@ def make(rows: int = 300, tokens: int = 310, *, seed: int = 0, name: str = "s", 
         return os.pread(fd, header.size + 1, 0)
 
 
-def read(data: bytes, pool: ThreadPoolExecutor) -> tuple[SavedHeader, SavedState, bytes]:
+def read(data: bytes, pool: ThreadPoolExecutor) -> tuple[SavedHeader, SessionContent, bytes]:
     """What the daemon makes of the file; raises what it raises."""
     with in_memory(data) as fd, in_memory() as memory:
         saved = SavedFile(fd, "file")
         stride = saved.header.page_stride
         places: list[Place] = [(memory, page * stride) for page in range(saved.header.page_count)]
         saved.read_pages(places, pool, threading.Event(), lambda _done, _total: None)
-        return saved.header, saved.state, os.pread(memory, saved.header.page_count * stride + 1, 0)
+        return saved.header, saved.content, os.pread(memory, saved.header.page_count * stride + 1, 0)
 
 
 class Parts:

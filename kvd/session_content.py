@@ -1,0 +1,78 @@
+"""What a session consists of beside its pages, read from one worker block and written to another.
+
+Worker blocks are untrusted (`protocol.session_state`): everything is checked while it is read, by ``pread`` alone.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from dataclasses import dataclass, replace
+
+from protocol.errors import SessionDamaged
+from protocol.layout import PAGE_TOKENS
+from protocol.session_state import SessionHeader, WorkerBlock, WorkerBlockLayout, read_worker_state
+
+_READ_ATTEMPTS = 16
+
+
+@dataclass(frozen=True)
+class SessionContent:
+    """Committed rows, acknowledged token ids (int32 each), the commit record's payload, the sampler's state."""
+
+    rows: int
+    tokens: bytes
+    commit: bytes
+    sampler: bytes
+
+    @property
+    def page_count(self) -> int:
+        return -(-self.rows // PAGE_TOKENS)
+
+    def first(self, rows: int) -> SessionContent:
+        """The content as it was at ``rows`` of the committed rows. Of fewer than all, payload and state are gone."""
+        if rows == self.rows:
+            return self
+        return replace(self, rows=rows, tokens=self.tokens[: 4 * rows], commit=b"", sampler=b"")
+
+
+def read_content(fd: int, header: SessionHeader) -> SessionContent:
+    """The content of the worker block behind ``fd``, all of one moment, also beside a worker that writes.
+
+    Raises `SessionDamaged` if the block makes no sense, or claims rows that no page is there for.
+    """
+    layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
+    for _ in range(_READ_ATTEMPTS):
+        state = read_worker_state(fd, layout, header.session)
+        nbytes = layout.log_offset + 4 * state.tokens
+        block = os.pread(fd, nbytes, 0)
+        again = read_worker_state(fd, layout, header.session)
+        if (state.tokens, state.commit) == (again.tokens, again.commit) and len(block) == nbytes:
+            break
+    else:
+        raise SessionDamaged(f"session {header.session} does not stand still to be read", session=header.session)
+    view = WorkerBlock(memoryview(bytearray(block.ljust(layout.block_bytes, b"\0"))), layout, header.session)
+    content = SessionContent(state.commit.rows, block[layout.log_offset :], state.commit.payload, view.sampler_state)
+    if content.page_count > header.page_count:
+        raise SessionDamaged(
+            f"session {header.name!r} claims {content.rows} committed rows in {header.page_count} pages",
+            session=header.session,
+        )
+    return content
+
+
+def pack_content(content: SessionContent, header: SessionHeader) -> memoryview:
+    """A worker block with ``content`` for the session of ``header``, as far as its tokens.
+
+    The commit record is of the generation before the session's: its holder finds what another left.
+    """
+    layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
+    block = memoryview(bytearray(layout.block_bytes))
+    start = layout.pack_header(header.session)
+    block[: len(start)] = start
+    view = WorkerBlock(block, layout, header.session)
+    view.append_tokens(array("i", content.tokens), content.sampler)
+    if content.rows or content.commit:
+        view.publish_commit(header.generation - 1, content.rows, content.commit)
+    view.logical_rows = content.rows
+    return block[: layout.log_offset + len(content.tokens)]
