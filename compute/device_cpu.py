@@ -45,6 +45,21 @@ class ThreadCopy:
         self._future.result()
 
 
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what a step frees for the next step: page faults took half the time of an index score.
+
+    Process-wide, up to 256 MiB. A C library without ``mallopt`` is left as it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+        mallopt(_M_MMAP_THRESHOLD, 128 << 20)
+        mallopt(_M_TOP_PAD, 64 << 20)
+
+
 class CpuDevice:
     """The reference device. Work is done when a call returns, but for copies, which really run beside it."""
 
@@ -52,6 +67,7 @@ class CpuDevice:
     uuid = "cpu"
 
     def __init__(self) -> None:
+        keep_freed_memory()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvd-copyback")
 
     def map_shared(self, fd: int, nbytes: int) -> Mapping:

@@ -65,7 +65,14 @@ class ModelConfig:
         ):
             if getattr(self, name) != needed:
                 raise InvalidValue(f"model config's {name}", getattr(self, name), str(needed))
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "index_topk", "index_n_heads"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "index_topk",
+            "index_n_heads",
+        ):
             if getattr(self, name) < 1:
                 raise InvalidValue(f"model config's {name}", getattr(self, name), "at least 1")
 
@@ -120,7 +127,9 @@ class ModelConfig:
         try:
             return cls(**chosen)
         except TypeError as error:
-            raise InvalidValue("model config", str(error), "every field of a glm_moe_dsa or deepseek_v32 config") from None
+            raise InvalidValue(
+                "model config", str(error), "every field of a glm_moe_dsa or deepseek_v32 config"
+            ) from None
 
     @classmethod
     def from_file(cls, path: Path) -> ModelConfig:
@@ -184,8 +193,15 @@ DEEPSEEK_V3_2 = ModelConfig(
     max_position_embeddings=163840,
     rms_norm_eps=1e-6,
     rope_theta=1e4,
-    rope_scaling={"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-                  "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096},
+    rope_scaling={
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 4096,
+    },
     indexer_rope_interleaved=False,
     n_group=8,
     topk_group=4,

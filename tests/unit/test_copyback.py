@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -31,13 +31,14 @@ class HeldCopy:
             self.finished = True
 
 
-@dataclass
 class SlowDevice:
     """Copies that complete when the test says so."""
 
-    torch_device: torch.device = torch.device("cpu")
-    uuid: str = "cpu"
-    copies: list[HeldCopy] = field(default_factory=list)
+    torch_device = torch.device("cpu")
+    uuid = "cpu"
+
+    def __init__(self) -> None:
+        self.copies: list[HeldCopy] = []
 
     def start_copy(self, destination: torch.Tensor, source: torch.Tensor) -> Copy:
         self.copies.append(HeldCopy(destination, source))
