@@ -209,6 +209,9 @@ class History:
         self._attachment.device.synchronize()
         self._home.truncate(tokens)
         self._last_selection.clear()
+        # The pages that are written next are the session's own from now on, if they were shared.
+        for page in range(max(tokens - 1, 0) // PAGE_TOKENS, round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS):
+            self.map.page_address[page] = self._home.page_address(page)
         self._place(tokens, ring_holds_from=self._ring_first_page)
 
     def restore(self, tokens: int) -> None:

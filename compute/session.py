@@ -78,6 +78,18 @@ class HostSession:
             )
         return session
 
+    def fork(self, rows: int, name: str) -> HostSession:
+        """A session called ``name`` with the first ``rows`` committed rows of this one."""
+        return self.fork_of(self.attachment, self.number, self.generation, rows, name, self.format)
+
+    @classmethod
+    def fork_of(
+        cls, attachment: Attachment, session: int, generation: int, rows: int, name: str, page_format: PageFormat
+    ) -> HostSession:
+        """A session called ``name`` with the first ``rows`` committed rows of ``session``, whoever holds that."""
+        opened = attachment.client.fork_session(session, generation, rows, name)
+        return cls(attachment, opened, page_format, name)
+
     @property
     def page_count(self) -> int:
         return len(self._frames)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from compute.session import HostSession
 from protocol.errors import InvalidValue, SessionDamaged
 from protocol.layout import PAGE_TOKENS, Encoding, round_up
 from protocol.model import ModelConfig
+from protocol.prefix import chain_start, extend_chain
 
 Mode = Literal["resident", "offloaded"]
 Progress = Callable[[int, int], None]
@@ -93,9 +95,7 @@ class Worker:
     def stored_history(self, settings: HistorySettings) -> History:
         """The history of a stored session, at its committed rows; it may grow to what the session was made for."""
         session = HostSession.open(self.attachment, settings.name, self.format, fingerprint=self.fingerprint)
-        history = self._history(replace(settings, max_tokens=session.token_capacity), session, new=False)
-        history.restore(session.committed_rows)
-        return history
+        return self._restored(session, settings)
 
     def take_over(self, settings: HistorySettings) -> tuple[History, list[int]]:
         """Go on where a worker ended, in whatever way: the stored history, and all acknowledged tokens.
@@ -117,6 +117,32 @@ class Worker:
         if tokens and history.length == len(tokens):
             history.rewind()
         return history, tokens
+
+    def fork(self, source: History, settings: HistorySettings, rows: int | None = None) -> History:
+        """A history that begins with the first ``rows`` rows of ``source``, by default with all; they share pages.
+
+        ``source`` is offloaded and at its barrier.
+        """
+        assert source.session is not None, "a resident history has no pages to share"
+        kept = source.length if rows is None else rows
+        return self._restored(source.session.fork(kept, settings.name), settings)
+
+    def fork_prefix(self, settings: HistorySettings, tokens: Sequence[int]) -> History | None:
+        """A history that begins as ``tokens`` do, as far as a stored or held session of this uid has their pages.
+
+        At least one token is left to be appended by the caller. None where no session has the first page.
+        """
+        encoding = self.format.encoding.name
+        packed = array("i", tokens[: max(len(tokens) - 1, 0)]).tobytes()
+        digests = extend_chain(chain_start(self.fingerprint, encoding), packed)
+        found = self.client.find_prefix(fingerprint=self.fingerprint, encoding=encoding, digests=digests)
+        if not found.pages:
+            return None
+        rows = found.pages * PAGE_TOKENS
+        session = HostSession.fork_of(
+            self.attachment, found.session, found.generation, rows, settings.name, self.format
+        )
+        return self._restored(session, settings)
 
     def prefill(self, history: History, tokens: Sequence[int], chunk: int, progress: Progress | None = None) -> Tensor:
         """Append ``tokens``; returns the hidden [hidden size] of the last one. ``progress`` gets (done, total)."""
@@ -167,6 +193,12 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _restored(self, session: HostSession, settings: HistorySettings) -> History:
+        """The history of a session that this worker holds, at its committed rows."""
+        history = self._history(replace(settings, max_tokens=session.token_capacity), session, new=False)
+        history.restore(session.committed_rows)
+        return history
 
     def _history(self, settings: HistorySettings, session: HostSession | None, *, new: bool = True) -> History:
         with ExitStack() as undo:
