@@ -25,7 +25,6 @@ from kvd.notify import Notifier
 from kvd.run_dir import RunDir
 from kvd.server import ControlServer
 from kvd.stall_watch import StallWatch
-from kvd.tiers.segment import remove_stale
 from protocol.errors import ConfigError, KvdError, OsFailure
 
 if TYPE_CHECKING:
@@ -73,13 +72,10 @@ class Daemon:
             run_dir = RunDir(self._config)
             cleanup.callback(run_dir.close)
             prefix = f"/kvd-{hashlib.sha256(os.fsencode(os.path.realpath(self._config.run_dir))).hexdigest()[:12]}"
-            stale = remove_stale(prefix)
-            if stale:
-                self._log.warning("removed what a dead daemon left", segments=len(stale))
             _raise_file_limit(self._config)
             self._open_metrics(run_dir, cleanup)
             self._node = Node(self._config, prefix, self._log, self._populated)
-            cleanup.callback(self._node.close)
+            cleanup.callback(self._close_node)
             old_umask = os.umask(0o177)  # nobody else may connect before a socket has its group and mode
             try:
                 self._open_sockets(cleanup)
@@ -139,6 +135,13 @@ class Daemon:
         )
         self._serving = True
         self._notifier.send("READY=1", "STATUS=serving")
+
+    def _close_node(self) -> None:
+        """Give everything back. What an earlier run left stays for the next one if this one came to nothing."""
+        if self._serving or not len(self._node.sessions):
+            self._node.close()
+        else:
+            self._log.warning("not started: sessions of an earlier run stay", sessions=len(self._node.sessions))
 
     def _populated(self, done: int, total: int) -> None:
         """Progress of taking host RAM, in the log; and while starting, the place where a signal to stop ends it."""

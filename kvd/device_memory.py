@@ -13,7 +13,7 @@ from kvd.tiers.vram import Vram
 from protocol import messages
 from protocol.errors import InvalidValue, NoDevice, UnknownHandle
 from protocol.handles import DeviceMemory, DevicePurpose
-from protocol.messages import DeviceAllocated, Done
+from protocol.messages import DeviceAllocated, Done, HandedOver
 
 TEMPORARY: DevicePurpose = "temporary"
 PURPOSES = get_args(DevicePurpose)
@@ -28,19 +28,21 @@ class DeviceMemoryVerbs:
 
     def allocate(self, lease: Lease, request: messages.AllocateDevice) -> DeviceAllocated:
         """Take VRAM on the account of ``lease`` and of the session that the request names, which it holds."""
-        if request.device not in self._vram.devices():
-            raise NoDevice(
-                f"no device {request.device[:64]!r} is served; there is {', '.join(self._vram.devices())}",
-                device=request.device[:64],
-            )
-        if len(lease.device_grants) >= self.limit:
-            raise InvalidValue("device memory handles of the lease", self.limit + 1, f"at most {self.limit}")
+        self._require_room(lease, request.device)
         account = Account(vram_tier(request.device), lease.number, request.session, request.purpose)
         allocation = self._vram.allocate(account, request.nbytes, temporary=request.purpose == TEMPORARY)
         grant = lease.grant(allocation.handle, partial(self._duplicate, allocation.handle))
         lease.device_grants[allocation.handle] = grant
         memory = DeviceMemory(allocation.handle, request.device, allocation.requested, allocation.committed, grant)
         return DeviceAllocated(request.seq, memory)
+
+    def hand_over(self, lease: Lease, request: messages.HandOver, fd: int) -> HandedOver:
+        """Have VRAM that an earlier run gave to the process of ``lease``; the session, if any, is one that it holds."""
+        self._require_room(lease, request.device)
+        account = Account(vram_tier(request.device), lease.number, request.session, request.purpose)
+        allocation = self._vram.adopt(account, request.requested, fd, request.committed)
+        lease.device_grants[allocation.handle] = 0  # the process has the descriptor: there is nothing to claim
+        return HandedOver(allocation.handle)
 
     def free(self, lease: Lease, request: messages.FreeDevice) -> Done:
         """Give one handle of ``lease`` back."""
@@ -49,6 +51,16 @@ class DeviceMemoryVerbs:
         self._vram.free(request.handle)
         lease.revoke(lease.device_grants.pop(request.handle))
         return Done(request.seq)
+
+    def _require_room(self, lease: Lease, device: str) -> None:
+        """Raise `NoDevice` or `InvalidValue` unless ``lease`` may have one handle more of ``device``."""
+        if device not in self._vram.devices():
+            raise NoDevice(
+                f"no device {device[:64]!r} is served; there is {', '.join(self._vram.devices())}",
+                device=device[:64],
+            )
+        if len(lease.device_grants) >= self.limit:
+            raise InvalidValue("device memory handles of the lease", self.limit + 1, f"at most {self.limit}")
 
     def lease_ended(self, lease: Lease) -> None:
         """The process of ``lease`` is dead: all its VRAM goes back."""

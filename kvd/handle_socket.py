@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 from kvd.leases import Lease
@@ -19,7 +20,7 @@ from kvd.peers import Peer, Process, peer_of_socket
 from kvd.version import require_version
 from protocol import codec
 from protocol.errors import BadMessage, KvdError, OsFailure
-from protocol.messages import Claim, Claimed, ErrorReply, HandleReply, LeaseOpen, LeaseOpened
+from protocol.messages import Claim, Claimed, ErrorReply, HandleReply, HandOver, LeaseOpen, LeaseOpened
 
 BACKLOG = 64
 SPARE_CONNECTIONS = 64
@@ -45,9 +46,15 @@ class HandleSocket:
             self._listener.close()
             raise OsFailure(f"handle socket {path}: {error.strerror}", path=str(path)) from error
         loop.watch(self._listener.fileno(), self._accept)
+        self._inherited = [lease for lease in node.leases if lease.is_inherited]
+        for lease in self._inherited:
+            loop.watch(lease.process.pidfd, partial(self._inherited_ended, lease))
 
     def drop_idle(self) -> None:
-        """End connections that have not become leases in time."""
+        """End connections that have not become leases in time, and inherited leases that have nothing any more."""
+        for lease in list(self._inherited):
+            if not self._node.is_on_the_books(lease):
+                self._inherited_ended(lease)
         for connection in list(self._connections):
             if connection.lease is None and time.monotonic() - connection.since > IDLE_LIMIT_S:
                 self._drop(connection)
@@ -60,6 +67,12 @@ class HandleSocket:
             self._loop.forget(connection.socket.fileno())
             connection.socket.close()
         self._connections.clear()
+
+    def _inherited_ended(self, lease: Lease) -> None:
+        """The process is dead, or has taken all its sessions back."""
+        self._inherited.remove(lease)
+        self._loop.forget(lease.process.pidfd)
+        self._node.lease_ended(lease)
 
     def _accept(self) -> None:
         try:
@@ -81,16 +94,16 @@ class HandleSocket:
 
     def _readable(self, connection: _Connection) -> None:
         try:
-            data = connection.socket.recv(codec.HANDLE_LIMIT + 1)
+            data, fds, _, _ = socket.recv_fds(connection.socket, codec.HANDLE_LIMIT + 1, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, fds = b"", []
         if not data:
             self._drop(connection)
             return
         try:
-            self._answer(connection, data)
+            self._answer(connection, data, fds)
         except KvdError as error:
             self._log.info("handle request refused", peer=str(connection.peer), code=error.code, reason=error.message)
             self._node.counters.requests["handle", error.code] += 1
@@ -99,8 +112,11 @@ class HandleSocket:
             self._log.exception("handle request failed", peer=str(connection.peer))
             reason = f"the daemon failed: {type(error).__name__}; its log says more"
             self._send(connection, ErrorReply(0, KvdError.code, reason, {}))
+        finally:
+            for fd in fds:
+                os.close(fd)
 
-    def _answer(self, connection: _Connection, data: bytes) -> None:
+    def _answer(self, connection: _Connection, data: bytes, fds: list[int]) -> None:
         request = codec.decode_handle_request(data)
         lease = connection.lease
         match request:
@@ -117,9 +133,15 @@ class HandleSocket:
                     self._send(connection, Claimed(grant.handle), fd)
                 finally:
                     os.close(fd)
+            case HandOver() if lease is not None:
+                if not fds:
+                    raise BadMessage("device memory is handed over with its descriptor; none came")
+                if request.session:
+                    self._node.sessions.require_holder(lease, request.session)
+                self._send(connection, self._node.device_memory.hand_over(lease, request, fds[0]))
             case LeaseOpen():
                 raise BadMessage("this connection is a lease already")
-            case Claim():
+            case Claim() | HandOver():
                 raise BadMessage("a connection's first packet opens its lease")
 
     def _send(self, connection: _Connection, reply: HandleReply, *fds: int) -> None:

@@ -30,7 +30,10 @@ class Grant:
 
 
 class Lease:
-    """One worker process. ``extents`` are those that it was given, ``device_grants`` the last grant of each handle."""
+    """One worker process. ``extents`` are those that it was given, ``device_grants`` the last grant of each handle.
+
+    ``is_inherited``: an earlier run of the daemon gave it; its process has not said yet that it goes on.
+    """
 
     def __init__(self, number: int, peer: Peer, process: Process, client: str) -> None:
         self.number = number
@@ -38,6 +41,7 @@ class Lease:
         self.process = process
         self.client = client
         self.quarantined = False
+        self.is_inherited = False
         self.extents: set[int] = set()
         self.device_grants: dict[int, int] = {}
         self._opened = time.monotonic()
@@ -90,6 +94,13 @@ class Leases:
         if len(self._leases) >= self.limit:
             raise InvalidValue("number of leases", len(self._leases) + 1, f"at most {self.limit} (limits.max_leases)")
         lease = Lease(next(self._numbers), peer, process, client)
+        self._leases[lease.number] = lease
+        return lease
+
+    def inherit(self, peer: Peer, process: Process) -> Lease:
+        """A quarantined lease for a living process that held sessions of an earlier run. Owns ``process``."""
+        lease = Lease(next(self._numbers), peer, process, "from before the daemon started")
+        lease.quarantined = lease.is_inherited = True
         self._leases[lease.number] = lease
         return lease
 

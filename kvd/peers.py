@@ -62,6 +62,24 @@ class Process:
             self.close()
             raise
 
+    @classmethod
+    def living(cls, pid: int, start: int) -> Process | None:
+        """The process of this pid that started then; None if it has ended."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return None
+        process = cls.__new__(cls)
+        process.pidfd = pidfd
+        process.start = start
+        try:
+            if _start_time(Peer(-1, -1, pid)) == start and not process.is_dead():
+                return process
+        except PermissionRefused:
+            pass  # it ended just now
+        process.close()
+        return None
+
     def is_dead(self) -> bool:
         """Whether the process has ended; it may still be a zombie, which holds no memory."""
         poll = select.poll()

@@ -245,8 +245,7 @@ class Sessions:
         session.rewrite(session.frames)
         session.blocks.fill_worker(worker_block)
         del self._preparing[session.header.uid, session.name]
-        self._sessions[session.number] = session
-        self._by_name[session.header.uid, session.name] = session
+        self._sessions[session.number] = self._by_name[session.header.uid, session.name] = session
 
     def discard(self, session: Session) -> None:
         """Give back what a prepared session has."""
@@ -256,8 +255,7 @@ class Sessions:
     def inherit(self, session: Session) -> None:
         """Have a session of an earlier run (`kvd.inheritance`); new ones get numbers above its own."""
         self._numbers = itertools.count(max(next(self._numbers), session.number + 1))
-        self._sessions[session.number] = session
-        self._by_name[session.header.uid, session.name] = session
+        self._sessions[session.number] = self._by_name[session.header.uid, session.name] = session
 
     # What happens to leases and memory
 

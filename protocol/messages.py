@@ -13,7 +13,7 @@ from protocol.handles import DeviceMemory, DevicePurpose, Extent, LeaseRef, Shar
 from protocol.stats import NodeStats
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 
 class _Tagged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):

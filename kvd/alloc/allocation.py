@@ -42,6 +42,16 @@ def create_block(driver: DeviceDriver, device: str, ledger: Ledger, account: Acc
     return block
 
 
+def adopt_block(
+    driver: DeviceDriver, device: str, ledger: Ledger, account: Account, requested: int, fd: int, nbytes: int
+) -> DeviceBlock:
+    """Have a block of ``nbytes`` that is there already. Raises what `Ledger.reserve` and `DeviceDriver.adopt` raise."""
+    with ledger.reserve(account, requested, nbytes) as reservation:
+        block = driver.adopt(device, fd, nbytes)
+        reservation.commit(block.nbytes)
+    return block
+
+
 def release_block(driver: DeviceDriver, ledger: Ledger, account: Account, requested: int, block: DeviceBlock) -> None:
     """Give a block back. If the driver refuses (`OsFailure`), the account goes on holding it."""
     driver.release(block)

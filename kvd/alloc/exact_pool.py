@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from kvd.alloc.allocation import Allocation, create_block, release_block
+from kvd.alloc.allocation import Allocation, adopt_block, create_block, release_block
 from kvd.alloc.ledger import Account, Ledger
 from kvd.alloc.sizes import require_size
 from kvd.tiers.driver import DeviceDriver
@@ -31,6 +31,17 @@ class ExactPool:
         require_size("bytes of device memory", nbytes)
         block = create_block(self._driver, self._device, self._ledger, account, nbytes)
         allocation = Allocation(next(self._handles), account, nbytes, block)
+        self._live[allocation.handle] = allocation
+        return allocation
+
+    def adopt(self, account: Account, requested: int, fd: int, nbytes: int) -> Allocation:
+        """A block of ``nbytes`` that is there already, by its descriptor, which stays the caller's.
+
+        Raises `InvalidValue`, `OutOfCapacity`; then nothing is held.
+        """
+        require_size("bytes of device memory", requested, most=nbytes)
+        block = adopt_block(self._driver, self._device, self._ledger, account, requested, fd, nbytes)
+        allocation = Allocation(next(self._handles), account, requested, block)
         self._live[allocation.handle] = allocation
         return allocation
 

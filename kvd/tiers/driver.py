@@ -53,6 +53,12 @@ class DeviceDriver(Protocol):
         Raises `OutOfCapacity` when the device has no room, `OsFailure` for any other refusal; then nothing is left.
         """
 
+    def adopt(self, device: str, fd: int, nbytes: int) -> DeviceBlock:
+        """A block of ``nbytes`` that `create` gave in an earlier process, by its descriptor, which is duplicated.
+
+        Raises `InvalidValue` if the descriptor is not of such a block, as far as that can be told.
+        """
+
     def release(self, block: DeviceBlock) -> None:
         """Give the block up, once. The memory is free when no process maps it any more. Raises `OsFailure`."""
 

@@ -13,7 +13,7 @@ import os
 
 from kvd.alloc.sizes import require_size
 from kvd.tiers.driver import DeviceBlock, DeviceInfo, vram_tier
-from protocol.errors import NoDevice, OsFailure, OutOfCapacity
+from protocol.errors import InvalidValue, NoDevice, OsFailure, OutOfCapacity
 from protocol.layout import round_up
 
 GRANULARITY = 2 * 1024 * 1024
@@ -53,6 +53,19 @@ class CpuDriver:
                 raise OutOfCapacity("host memory", size, 0, self._capacity, [os.strerror(error.errno)]) from error
             raise OsFailure(f"memfd of {size} bytes: {error.strerror}", nbytes=size) from error
         block = DeviceBlock(fd, size, device, next(self._handles))
+        self._blocks[block.handle] = block
+        return block
+
+    def adopt(self, device: str, fd: int, nbytes: int) -> DeviceBlock:
+        self._require(device)
+        status = os.fstat(fd)
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS
+        except OSError:
+            sealed = False  # it is no memfd
+        if not sealed or nbytes % GRANULARITY or status.st_size != nbytes or status.st_blocks * 512 != nbytes:
+            raise InvalidValue("descriptor of device memory", fd, f"one that was given for {nbytes} bytes")
+        block = DeviceBlock(os.dup(fd), nbytes, device, next(self._handles))
         self._blocks[block.handle] = block
         return block
 

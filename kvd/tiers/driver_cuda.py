@@ -14,7 +14,7 @@ from typing import Any
 
 from kvd.alloc.sizes import require_size
 from kvd.tiers.driver import DeviceBlock, DeviceInfo, vram_tier
-from protocol.errors import NoDevice, OsFailure, OutOfCapacity
+from protocol.errors import InvalidValue, NoDevice, OsFailure, OutOfCapacity
 from protocol.layout import round_up
 
 
@@ -72,6 +72,16 @@ class CudaDriver:
             raise
         os.set_inheritable(fd, False)
         return DeviceBlock(fd, size, device, handle)
+
+    def adopt(self, device: str, fd: int, nbytes: int) -> DeviceBlock:
+        """The size is the giver's word: the driver cannot be asked about a handle without a context."""
+        known = self._device(device)
+        if nbytes < 1 or nbytes % known.granularity:
+            raise InvalidValue("bytes of device memory", nbytes, f"a multiple of {known.granularity}")
+        error, memory = self._cuda.cuMemImportFromShareableHandle(fd, self._descriptor_type())
+        if error != self._cuda.CUresult.CUDA_SUCCESS:
+            raise InvalidValue("descriptor of device memory", fd, f"one that the driver exported ({error.name})")
+        return DeviceBlock(os.dup(fd), nbytes, device, int(memory))
 
     def release(self, block: DeviceBlock) -> None:
         self._call(OsFailure, self._cuda.cuMemRelease, block.handle)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from kvd.alloc.ledger import Account
 from kvd.tiers.segment import Segment
 
+UNKNOWN_UID = -1
+"""Whose bytes a segment has that an earlier run left: nobody's who asks, so it is made anew before it is used."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -20,8 +23,9 @@ class Holding:
 class Extent:
     """The state of one extent. `kvd.tiers.host_ram.HostRam` decides what is done with it.
 
-    ``uid`` is whose bytes may be in the segment, None if it is as the kernel made it. ``stride`` is the size of its
-    frames, 0 while the extent is unassigned. ``grants`` are the leases whose processes may have the segment mapped.
+    ``uid`` is whose bytes may be in the segment, None if it is as the kernel made it, `UNKNOWN_UID` if nobody knows.
+    ``stride`` is the size of its frames, 0 while the extent is unassigned. ``grants`` are the leases whose processes
+    may have the segment mapped.
     """
 
     def __init__(self, number: int) -> None:
@@ -38,6 +42,12 @@ class Extent:
         self.uid: int | None = None
         self.was_granted = False
         self.is_damaged = False
+
+    def adopt(self, segment: Segment) -> None:
+        """Stand on a segment that an earlier run left: it may have anybody's bytes, and anybody may have it mapped."""
+        self.replace(segment)
+        self.uid = UNKNOWN_UID
+        self.was_granted = True
 
     def is_intact(self) -> bool:
         """Whether all of the segment is there. Once it was not, it never is again: bytes are lost."""
@@ -85,6 +95,12 @@ class Extent:
         del self._free[keep:]
         self.hold(taken, holding)
         return taken
+
+    def claim(self, indices: Iterable[int], holding: Holding) -> None:
+        """Give these very frames, all free, to a holder."""
+        taken = set(indices)
+        self._free = [index for index in self._free if index not in taken]
+        self.hold(taken, holding)
 
     def hold(self, indices: Iterable[int], holding: Holding) -> None:
         """Frames in use change hands."""

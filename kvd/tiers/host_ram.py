@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvd.alloc.ledger import Account, Ledger
 from kvd.alloc.sizes import require_multiple, require_size
 from kvd.tiers.extent import Extent, Holding
-from kvd.tiers.segment import Progress, create_segments, require_name
+from kvd.tiers.segment import Progress, Segment, create_segments, require_name
 from protocol.errors import InvalidValue, OutOfCapacity, UnknownHandle
 from protocol.layout import PAGE_ALIGNMENT
 
@@ -46,7 +46,8 @@ class HostRam:
 
     Segments are named ``prefix-e<number>``. With ``numa_node`` all memory comes from that node. ``progress`` is called
     whenever memory is populated, in the calling thread. Raises `OutOfCapacity` naming the limit that is in the way,
-    `InvalidValue` or `OsFailure`; then no segment and no tier is left.
+    `InvalidValue` or `OsFailure`; then no new segment and no tier is left. ``left`` are extents of an earlier run, by
+    number, that are taken as they are: whole segments of ``extent_bytes``.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class HostRam:
         numa_node: int | None = None,
         progress: Progress | None = None,
         tier: str = "host",
+        left: Mapping[int, Segment] | None = None,
     ) -> None:
         self._extent_bytes = require_multiple("extent bytes", extent_bytes, EXTENT_ALIGNMENT)
         count = require_multiple("capacity of host RAM", capacity_bytes, extent_bytes) // extent_bytes
@@ -74,9 +76,13 @@ class HostRam:
         self._partly_used: defaultdict[tuple[int | None, int], set[Extent]] = defaultdict(set)
         self._granted: defaultdict[int, set[Extent]] = defaultdict(set)
         ledger.add_tier(tier, capacity_bytes)
+        self._adopt(left or {})
         try:
-            self._create(self._extents)
+            self._create([extent for extent in self._extents if extent.segment is None])
         except BaseException:
+            for segment in (left or {}).values():
+                ledger.release(self._unassigned, 0, extent_bytes)
+                segment.close()
             ledger.remove_tier(tier)
             raise
         ledger.add_auditor(tier, self.held_bytes)
@@ -118,6 +124,35 @@ class HostRam:
             self._file(extent)
         return frames
 
+    def adopt_frames(self, account: Account, uid: int, stride: int, frames: Sequence[int], payload: int) -> None:
+        """Frames that an earlier run gave, and that no other session has, for ``account``. All or none.
+
+        Raises `UnknownHandle` for a frame that is not there or not free, or in an extent of another uid or stride.
+        """
+        require_multiple("stride of frames", stride, PAGE_ALIGNMENT, most=self._extent_bytes)
+        indices: defaultdict[int, set[int]] = defaultdict(set)
+        for frame in frames:
+            indices[frame_extent(frame)].add(frame_index(frame))
+        limit = self._extent_bytes // stride
+        for number, wanted in indices.items():
+            extent = self._extent(number)
+            is_same = not extent.stride or (extent.uid, extent.stride) == (uid, stride)
+            taken = [index for index in wanted if index >= limit or extent.holding(index)]
+            if not (is_same and extent.is_intact()) or taken:
+                raise UnknownHandle(
+                    f"extent {number} does not have the frames that are said to be in it", handle=number
+                )
+        if len(frames) != sum(map(len, indices.values())):
+            raise UnknownHandle("a frame comes twice in a page table", handle=0)
+        count = len(frames)
+        self._ledger.transfer(self._unassigned, account, count * payload, count * stride, requested_before=0)
+        for number, wanted in indices.items():
+            extent = self._extents[number]
+            if not extent.stride:
+                extent.assign(uid, stride, limit)
+            extent.claim(wanted, Holding(account, payload))
+            self._file(extent)
+
     def free_frames(self, frames: Iterable[int]) -> None:
         """Give frames back. Raises `UnknownHandle`, and frees none, if one is not in use or is given twice."""
         by_extent = self._look_up(frames)
@@ -136,6 +171,10 @@ class HostRam:
             count = len(indices)
             self._ledger.transfer(holding.account, account, count * holding.payload, count * extent.stride)
             extent.hold(indices, Holding(account, holding.payload))
+
+    def is_in_use(self, frame: int) -> bool:
+        """Whether somebody holds the frame."""
+        return self._extent(frame_extent(frame)).holding(frame_index(frame)) is not None
 
     def offset(self, frame: int) -> int:
         """The frame's first byte in its extent. Raises `UnknownHandle` if it is not in use."""
@@ -203,6 +242,13 @@ class HostRam:
                 extent.segment.destroy()
         self._extents = []
         self._ledger.remove_tier(self._tier)
+
+    def _adopt(self, left: Mapping[int, Segment]) -> None:
+        total = len(left) * self._extent_bytes
+        with self._ledger.reserve(self._unassigned, 0, total) as reservation:
+            reservation.commit(total)
+        for number, segment in left.items():
+            self._extents[number].adopt(segment)
 
     def _create(self, extents: list[Extent]) -> None:
         """New segments for unassigned extents. If that fails they have none, and a later attempt may succeed."""

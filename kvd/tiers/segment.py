@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_IMODE, S_ISREG
 
 import posix_ipc
 
@@ -50,6 +50,27 @@ class Segment:
             self.destroy()
             raise OsFailure(f"sizing shared memory {name} to {nbytes} bytes: {error.strerror}", name=name) from error
 
+    @classmethod
+    def existing(cls, name: str) -> Segment:
+        """A segment that an earlier run of this program made, with whatever size and pages it has now.
+
+        Raises `OsFailure` unless it is a regular file of this uid alone, mode 0600, under this one name.
+        """
+        path = SHM_DIRECTORY / require_name(name)[1:]
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise OsFailure(f"opening shared memory {name}: {error.strerror}", name=name) from error
+        status = os.fstat(fd)
+        if not (S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1) or (
+            S_IMODE(status.st_mode) != 0o600
+        ):
+            os.close(fd)
+            raise OsFailure(f"shared memory {name} is not as the daemon makes it", name=name)
+        segment = cls.__new__(cls)
+        segment.name, segment.nbytes, segment._fd = name, status.st_size, fd
+        return segment
+
     @property
     def committed(self) -> int:
         """Bytes that the operating system has allocated for it, now."""
@@ -78,6 +99,10 @@ class Segment:
             return os.open(f"/proc/self/fd/{self._fd}", mode | os.O_CLOEXEC)
         except OSError as error:
             raise OsFailure(f"opening shared memory {self.name}: {error.strerror}", name=self.name) from error
+
+    def close(self) -> None:
+        """Let go of it; it stays under its name."""
+        os.close(self._fd)
 
     def destroy(self) -> None:
         """Unlink and close it, once. Its memory is free when no process maps it any more."""
@@ -117,17 +142,16 @@ def create_segments(
     return segments
 
 
-def remove_stale(prefix: str) -> list[str]:
-    """Unlink what an earlier run left behind: this uid's segments whose names begin with ``prefix`` and ``-``.
-
-    The caller has made sure that the daemon that made them is dead. Returns the names that were removed.
-    """
+def existing_names(prefix: str) -> list[str]:
+    """This uid's segments whose names begin with ``prefix`` and ``-``, sorted."""
     start = require_name(prefix)[1:] + "-"
-    stale = [f"/{path.name}" for path in SHM_DIRECTORY.glob(f"{start}*") if _is_ours(path)]
-    for name in stale:
-        with suppress(posix_ipc.ExistentialError):
-            posix_ipc.unlink_shared_memory(name)
-    return stale
+    return sorted(f"/{path.name}" for path in SHM_DIRECTORY.glob(f"{start}*") if _is_ours(path))
+
+
+def remove_segment(name: str) -> None:
+    """Unlink a segment, whoever may have it open."""
+    with suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(name)
 
 
 def require_name(name: str) -> str:
@@ -163,6 +187,13 @@ def _populate(segments: Sequence[Segment], threads: int, numa_node: int | None, 
             mapping.advise_huge_pages()
             if numa_node is not None:
                 mapping.bind(numa_node)
+        if threads == 1:
+            for mapping in mappings:
+                for offset in range(0, nbytes, POPULATE_CHUNK):
+                    size = min(POPULATE_CHUNK, nbytes - offset)
+                    mapping.populate(offset, size)
+                    advance(size)
+            return
         # Entered after the mappings, so left before them: nothing is unmapped under a thread.
         workers = entered.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="populate"))
         futures: dict[Future[None], int] = {}

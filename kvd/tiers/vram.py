@@ -77,6 +77,16 @@ class Vram:
         self._pool_of[allocation.handle] = allocation, pool
         return allocation
 
+    def adopt(self, account: Account, requested: int, fd: int, nbytes: int) -> Allocation:
+        """Memory that an earlier run gave, by its descriptor: it goes back to the driver when it is freed.
+
+        Raises `InvalidValue`, or `OutOfCapacity` where others have had its place meanwhile; then nothing is held.
+        """
+        pool = self._pools[account.tier].exact
+        allocation = pool.adopt(account, requested, fd, nbytes)
+        self._pool_of[allocation.handle] = allocation, pool
+        return allocation
+
     def allocation(self, handle: int) -> Allocation:
         """The allocation in use that ``handle`` names; raises `UnknownHandle`."""
         return self._entry(handle)[0]

@@ -110,23 +110,6 @@ def test_run_directory_that_cannot_be_made() -> None:
     assert "run directory /proc/kvd" in log
 
 
-def test_case_15_killed_daemon_starts_again_without_orphans(run_dir: Path) -> None:
-    for _ in range(3):
-        with DaemonProcess(run_dir) as process:
-            process.wait_ready()
-            with WorkerProcess(run_dir, "committed"):
-                segments = process.segments
-                assert len(segments) == 16 + 2
-                process.process.kill()
-                process.process.wait()
-            assert all(Path(name).exists() for name in segments)
-    with DaemonProcess(run_dir) as process:
-        assert len(process.wait_ready().segments) == 16
-        assert "removed what a dead daemon left" in process.log
-        assert process.stop() == 0
-    assert not [name for name in segments if Path(name).exists()]
-
-
 def test_segments_of_other_run_directories_are_left_alone(run_dir: Path, daemon: DaemonProcess) -> None:
     other = run_dir / "other"
     with DaemonProcess(other) as process:

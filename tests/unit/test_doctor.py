@@ -234,6 +234,9 @@ class FakeDriver:
     def create(self, device: str, nbytes: int) -> DeviceBlock:
         raise AssertionError
 
+    def adopt(self, device: str, fd: int, nbytes: int) -> DeviceBlock:
+        raise AssertionError("not called")
+
     def release(self, block: DeviceBlock) -> None:
         raise AssertionError
 

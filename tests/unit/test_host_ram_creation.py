@@ -17,7 +17,7 @@ import pytest
 from kvd.alloc.ledger import Balance, Ledger
 from kvd.tiers import mapping, segment
 from kvd.tiers.host_ram import HostRam
-from kvd.tiers.segment import remove_stale
+from kvd.tiers.segment import existing_names, remove_segment
 from protocol.errors import InvalidValue, OsFailure
 
 KIB, MIB = 1024, 1024**2
@@ -147,7 +147,7 @@ def test_a_machine_whose_system_calls_are_not_known_is_refused(
         make(numa_node=0)
 
 
-def test_what_a_dead_daemon_left_is_removed_and_nothing_else() -> None:
+def test_what_a_dead_daemon_left_is_found_and_nothing_else() -> None:
     ours = [f"{PREFIX}-e{number}" for number in range(3)]
     other = f"{PREFIX}f-e0"
     for name in [*ours, other]:
@@ -155,15 +155,17 @@ def test_what_a_dead_daemon_left_is_removed_and_nothing_else() -> None:
     directory = Path("/dev/shm", f"{PREFIX[1:]}-directory")
     directory.mkdir()
     try:
-        assert sorted(remove_stale(PREFIX)) == ours
-        assert remove_stale(PREFIX) == []
+        assert existing_names(PREFIX) == ours
+        for name in ours:
+            remove_segment(name)
+        assert existing_names(PREFIX) == []
         assert names() == [directory.name, other[1:]]
     finally:
         directory.rmdir()
         posix_ipc.unlink_shared_memory(other)
     for prefix in ("", "/", "/*", "kvd"):
         with pytest.raises(InvalidValue):
-            remove_stale(prefix)
+            existing_names(prefix)
 
 
 def in_own_shared_memory(mount: str, script: str) -> None:
