@@ -1,4 +1,4 @@
-"""The daemon's state as Prometheus metrics. They are served by `kvd.metrics_server`; docs/operate.md explains each.
+"""The daemon's state as Prometheus metrics. They are served by `kvd.metrics_server`; docs/metrics.md explains each.
 
 Needs the package ``prometheus-client`` (the extra ``metrics``).
 """
@@ -31,11 +31,8 @@ WORKER_COUNTERS = {
 
 TIER_GAUGES = ("requested", "committed", "reserved", "quarantined", "capacity", "peak_requested", "peak_committed")
 SESSION_GAUGES = {
-    "pages": ("kvd_session_pages", "Pages in host RAM"),
-    "logical_rows": ("kvd_session_rows", "Rows appended"),
     "committed_rows": ("kvd_session_committed_rows", "Rows that would survive the worker"),
     "tokens": ("kvd_session_tokens", "Tokens acknowledged to a client"),
-    "requested": ("kvd_session_requested_bytes", "Bytes asked for on its account"),
     "committed": ("kvd_session_committed_bytes", "Bytes given up for it"),
 }
 SESSION_STATES = ("held", "stored", "damaged")
@@ -133,16 +130,20 @@ def _by_state(name: str, text: str, states: Iterable[str], found: Iterable[str])
 
 
 def _sessions(sessions: Sequence[SessionStats]) -> Iterator[Metric]:
-    labels = ["session", "name", "uid"]
-    named = [([str(session.session), session.name, str(session.uid)], session) for session in sessions]
+    """One label each, the rest in an info metric to join with: the text of a thousand sessions is most of a scrape."""
+    info = GaugeMetricFamily("kvd_session_info", "1; whose it is", labels=["session", "name", "uid", "state"])
+    for session in sessions:
+        info.add_metric([str(session.session), session.name, str(session.uid), session.state], 1)
+    yield info
     for field, (metric, text) in SESSION_GAUGES.items():
-        gauge = GaugeMetricFamily(metric, f"{text}, by session", labels=labels)
-        for values, session in named:
-            gauge.add_metric(values, getattr(session, field))
+        gauge = GaugeMetricFamily(metric, f"{text}, by session", labels=["session"])
+        for session in sessions:
+            gauge.add_metric([str(session.session)], getattr(session, field))
         yield gauge
     for field in ("selections", "misses"):
         metric, text = WORKER_COUNTERS[field]
-        counter = CounterMetricFamily(metric.replace("kvd_", "kvd_session_", 1), f"{text}, by session", labels=labels)
-        for values, session in named:
-            counter.add_metric(values, getattr(session, field))
+        name = metric.replace("kvd_", "kvd_session_", 1)
+        counter = CounterMetricFamily(name, f"{text}, by session", labels=["session"])
+        for session in sessions:
+            counter.add_metric([str(session.session)], getattr(session, field))
         yield counter

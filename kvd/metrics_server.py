@@ -152,15 +152,17 @@ class _Server(ThreadingHTTPServer):
         where: Any
         if address.startswith(UNIX):
             self.address_family = socket.AF_UNIX
-            self.path = Path(address.removeprefix(UNIX))
-            _remove_stale(self.path)
-            where = str(self.path)
+            path = Path(address.removeprefix(UNIX))
+            _remove_stale(path)
+            where = str(path)
         else:
             host, _, port = address.rpartition(":")
             host = host.strip("[]")
             self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             where = (host, int(port))
         super().__init__(where, _Handler)
+        if self.address_family == socket.AF_UNIX:
+            self.path = Path(where)
 
     def server_bind(self) -> None:
         """Without looking up the host's name, which can take long and is not needed."""

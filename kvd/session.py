@@ -19,7 +19,7 @@ class Session:
     """A session and its memory. ``damage`` says what is wrong with it, if anything is; that does not heal.
 
     ``grants`` are those that the holder was given for the blocks. ``busy`` says what the daemon itself does with it.
-    ``counters`` are those that its worker had published when its state was last read.
+    ``published`` is what its worker had published when that was last read.
     ``prefix`` are the hashes of its first pages (`protocol.prefix`), as far as `kvd.forks` has needed them.
     """
 
@@ -31,7 +31,7 @@ class Session:
         self.grants: list[int] = []
         self.damage = ""
         self.busy = ""
-        self.counters: dict[str, int] = {}
+        self.published: WorkerState | None = None
         self.prefix: list[bytes] = []
 
     @property
@@ -71,12 +71,11 @@ class Session:
     def worker_state(self) -> WorkerState | None:
         """What the worker last published; None, and the session is damaged, if that cannot be read."""
         try:
-            state = self.blocks.worker_state()
+            self.published = self.blocks.worker_state()
         except SessionDamaged as error:
             self.damage = self.damage or error.message
             return None
-        self.counters = state.counters
-        return state
+        return self.published
 
     def is_empty(self) -> bool:
         """Whether nothing would be lost with it: no token acknowledged and no row committed."""

@@ -72,8 +72,10 @@ class Sessions:
     def worker_totals(self) -> Counter[str]:
         """Sums of the counters that workers have published, in all sessions that there are and those that ended."""
         totals = Counter(dict.fromkeys(COUNTER_NAMES, 0))
-        for counters in (self._ended, *(session.counters for session in self)):
-            totals.update(counters)
+        totals.update(self._ended)
+        for session in self:
+            if session.published is not None:
+                totals.update(session.published.counters)
         return totals
 
     # Verbs: each checks first, then acts
@@ -372,7 +374,8 @@ class Sessions:
     def end(self, session: Session) -> None:
         """Forget the session and give its memory back."""
         session.worker_state()
-        self._ended.update(session.counters)
+        if session.published is not None:
+            self._ended.update(session.published.counters)
         session.revoke_grants()
         del self._sessions[session.number]
         del self._by_name[session.header.uid, session.name]

@@ -78,8 +78,8 @@ def _lease(node: Node, lease: Lease, requested: int, committed: int) -> LeaseSta
 
 
 def _session(session: Session, requested: int, committed: int) -> SessionStats:
-    """Of a damaged session only what the daemon itself knows; the rest is 0."""
-    state = session.worker_state()
+    """As the check has just found it. Of a damaged session only what the daemon itself knows; the rest is 0."""
+    state = None if session.damage else session.published
     counters = state.counters if state else {}
     return SessionStats(
         session=session.number,
