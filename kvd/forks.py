@@ -52,6 +52,7 @@ class Forks:
             page_count=0,
             name=require_session_name(request.name),
         )
+        sessions.check_new(header.uid, header.name)
         shared = source.frames[: last_page(request.rows)]
         session = sessions.prepare(header, 1 if request.rows else 0, lease)
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvd.alloc.ledger import Ledger
 from kvd.config import Config, LimitsConfig
+from kvd.copies import Copies
 from kvd.counters import Counters
 from kvd.device_memory import DeviceMemoryVerbs
 from kvd.forks import Forks
@@ -21,6 +22,7 @@ from kvd.remains import look
 from kvd.saving import Saving
 from kvd.session import HOST_TIER
 from kvd.sessions import Sessions
+from kvd.spilling import Spilling
 from kvd.tiers.disk import StateDirectory
 from kvd.tiers.driver import DeviceDriver
 from kvd.tiers.driver_cpu import CpuDriver
@@ -67,10 +69,12 @@ class Node:
         self.inheritance = Inheritance(self.ledger, self.host, self.leases, self.sessions, log)
         self.inheritance.take_up(remains)
         self.jobs = Jobs()
-        directory = None
+        self.copies = None
         if config.disk.state_dir:
             directory = StateDirectory(Path(config.disk.state_dir), config.disk.capacity)
-        self.saving = Saving(directory, self.sessions, self.host, self.jobs, log)
+            self.copies = Copies(directory, self.sessions, self.host, self.jobs, log)
+        self.spilling = Spilling(self.copies, self.sessions, log)
+        self.saving = Saving(self.copies, self.sessions, self.spilling)
         self.forks = Forks(self.sessions)
         self.device_memory = DeviceMemoryVerbs(self.vram, config.limits.max_handles)
         self.devices = [
@@ -140,7 +144,8 @@ class Node:
     def close(self) -> None:
         """Give everything back, whoever holds it."""
         self.jobs.close()
-        self.saving.close()
+        if self.copies is not None:
+            self.copies.close()
         self.sessions.close_all()
         self.vram.close()
         self.host.close()

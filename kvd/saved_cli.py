@@ -71,7 +71,7 @@ def _list(parsed: argparse.Namespace) -> int:
     with Control(parsed.run_dir, "kvd ls") as control:
         for saved in control.ask(ListSaved, SavedSessions).sessions:
             used = datetime.fromtimestamp(saved.used_s).astimezone().isoformat(timespec="seconds")
-            print(f"{saved.nbytes:>16,} {used} {saved.name}")
+            print(f"{saved.nbytes:>16,} {used} {saved.name}{' (spilled)' if saved.spilled else ''}")
     return 0
 
 

@@ -1,228 +1,89 @@
-"""Saving sessions to disk and restoring them: the verbs, as jobs that never hold up the loop.
-
-What is saved is what the session's commit record covers, and every acknowledged token. A restored session is prepared
-out of sight and becomes visible when all of its file has held.
-"""
+"""The verbs about saved sessions, as jobs. How a session is copied to disk and back is in `kvd.copies`."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
-from kvd import saved_file
-from kvd.jobs import Job, Jobs
-from kvd.logs import Log
+from kvd.copies import Copies
+from kvd.jobs import Job
 from kvd.peers import Peer
-from kvd.saved_file import Place, SavedFile, SavedHeader
+from kvd.saved_file import SavedHeader
 from kvd.session import Session
-from kvd.session_content import SessionContent, pack_content, read_content
 from kvd.session_limits import require_session_name
 from kvd.sessions import Sessions
-from kvd.tiers.disk import StateDirectory, file_name, session_name
-from kvd.tiers.host_ram import HostRam
+from kvd.spilling import Spilling
+from kvd.tiers.disk import SAVED, SPILLED, file_name, session_of_file
 from protocol import messages
-from protocol.errors import FingerprintMismatch, InvalidValue, OsFailure, SavedRefused
+from protocol.errors import FingerprintMismatch, InvalidValue, SessionBusy
 from protocol.messages import Done, Saved, SavedSession, SavedSessions
-from protocol.session_state import SessionHeader, unpack_frame
-
-PROGRESS_INTERVAL_S = 2.0
 
 
 class Saving:
-    """The verbs about saved sessions. ``directory`` is None where the settings name none: then all are refused."""
+    """``copies`` is None where the settings name no directory: then every verb is refused."""
 
-    def __init__(
-        self, directory: StateDirectory | None, sessions: Sessions, host: HostRam, jobs: Jobs, log: Log
-    ) -> None:
-        self._directory = directory
+    def __init__(self, copies: Copies | None, sessions: Sessions, spilling: Spilling) -> None:
+        self._maybe = copies
         self._sessions = sessions
-        self._host = host
-        self._jobs = jobs
-        self._log = log
-        # Pages are copied by threads of their own: a job's thread waits for them.
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="page")
-
-    def close(self) -> None:
-        """After the jobs have ended."""
-        self._pool.shutdown()
-        if self._directory is not None:
-            self._directory.close()
+        self._spilling = spilling
 
     def save(self, peer: Peer, request: messages.SaveSession) -> Job:
         """Write a session of ``peer``'s uid, that is stored or held by its process, to its file."""
-        directory = self._require_directory()
-        return (yield from self._save(directory, self._sessions.find_to_save(peer, request.name), request.seq))
+        started = time.monotonic()
+        copies = self._copies
+        header = yield from copies.write(self._find(peer, request.name), SAVED)
+        return _saved(request.seq, header, started)
 
     def restore(self, peer: Peer, request: messages.RestoreSession) -> Job:
         """Make a stored session of a file."""
-        directory = self._require_directory()
-        uid, name = peer.uid, require_session_name(request.name)
-        self._sessions.check_new(uid, name)
         started = time.monotonic()
-        with _os_errors(f"reading saved session {name}"), ExitStack() as cleanup:
-            fd = yield partial(directory.open, file_name(uid, name))
-            cleanup.callback(os.close, fd)
-            saved: SavedFile = yield partial(SavedFile, fd, name)
-            header = saved.header
-            _check_identity(header, uid, request)
-            if header.page_stride > self._host.extent_bytes:
-                raise InvalidValue("page_bytes", header.page_bytes, f"at most {self._host.extent_bytes}, an extent")
-            session = self._sessions.prepare(_session_header(header), header.page_count)
-            undo = cleanup.enter_context(ExitStack())
-            undo.callback(self._sessions.discard, session)
-            places = self._places(session)
-            progress = _Progress(self._log, "restoring", name)
-            yield partial(saved.read_pages, places, self._pool, self._jobs.cancelled, progress)
-            block = yield partial(pack_content, saved.content, session.header)
-            self._sessions.admit(session, block)
-            undo.pop_all()
-            directory.touch(fd)
-        self._log.info("session restored", session=session.number, name=name, bytes=header.size)
-        return Saved(request.seq, name, header.rows, header.tokens, header.size, time.monotonic() - started)
+        copies, name = self._copies, require_session_name(request.name)
+        self._sessions.check_new(peer.uid, name)
+        check = partial(_check_model, request)
+        header = yield from copies.read(peer.uid, name, SAVED, check, self._spilling.prepare)
+        return _saved(request.seq, header, started)
 
     def saved(self, peer: Peer, request: messages.ListSaved) -> Job:
-        """The saved sessions of ``peer``'s uid."""
-        entries = yield self._require_directory().entries
-        owned = [(*session_name(entry.name), entry) for entry in entries]
-        return SavedSessions(
-            request.seq,
-            [SavedSession(name, entry.nbytes, entry.used_ns / 1e9) for uid, name, entry in owned if uid == peer.uid],
-        )
+        """The files of ``peer``'s uid."""
+        entries = yield self._copies.directory.entries
+        found = []
+        for entry in entries:
+            uid, name, kind = session_of_file(entry.name)
+            if uid == peer.uid:
+                found.append(SavedSession(name, kind == SPILLED, entry.nbytes, entry.used_ns / 1e9))
+        return SavedSessions(request.seq, found)
 
     def remove(self, peer: Peer, request: messages.RemoveSaved) -> Job:
         """Remove a saved session."""
-        yield partial(self._require_directory().remove, file_name(peer.uid, require_session_name(request.name)))
+        name = file_name(peer.uid, require_session_name(request.name), SAVED)
+        yield partial(self._copies.directory.remove, name)
         return Done(request.seq)
 
-    def _save(self, directory: StateDirectory, session: Session, seq: int) -> Job:
-        started = time.monotonic()
-        session.busy = "being saved"
-        try:
-            with ExitStack() as cleanup:
-                source = self._source(session, cleanup)
-                header: SavedHeader = yield partial(self._write, directory, source)
-        finally:
-            session.busy = ""
-        self._log.info("session saved", session=session.number, name=session.name, bytes=header.size)
-        return Saved(seq, session.name, header.rows, header.tokens, header.size, time.monotonic() - started)
+    def _find(self, peer: Peer, name: str) -> Session:
+        """A session of ``peer``'s uid that nobody but its process holds, and that is intact and idle."""
+        session = self._sessions.find(peer.uid, name)
+        if session.lease is not None and (session.lease.quarantined or session.lease.peer.pid != peer.pid):
+            raise SessionBusy(
+                f"session {name!r} is held by process {session.lease.peer.pid}, which has to save it itself",
+                session=session.number,
+            )
+        self._sessions.require_idle(session)
+        self._sessions.require_intact(session)
+        return session
 
-    def _source(self, session: Session, cleanup: ExitStack) -> _Source:
-        """What a thread needs to read the session by, also when it ends because its holder left it empty."""
-        worker_fd = session.blocks.worker.open_fd(read_only=True)
-        cleanup.callback(os.close, worker_fd)
-        return _Source(session.header, worker_fd, self._places(session))
-
-    def _places(self, session: Session) -> list[Place]:
-        """Descriptor and offset of each page, good for as long as the frames are the session's."""
-        stride = session.header.page_stride
-        fds = {extent: self._host.fileno(extent) for extent in session.extents}
-        return [(fds[extent], index * stride) for extent, index in map(unpack_frame, session.frames)]
-
-    def _write(self, directory: StateDirectory, source: _Source) -> SavedHeader:
-        """In a thread: write the file."""
-        content = read_content(source.worker_fd, source.header)
-        header = _saved_header(source.header, content)
-        progress = _Progress(self._log, "saving", header.name)
-        places = source.places[: header.page_count]
-        with directory.replace(file_name(header.uid, header.name), header.size) as fd:
-            saved_file.write(fd, header, content, places, self._pool, self._jobs.cancelled, progress)
-        return header
-
-    def _require_directory(self) -> StateDirectory:
-        if self._directory is None:
+    @property
+    def _copies(self) -> Copies:
+        if self._maybe is None:
             raise InvalidValue("disk.state_dir", "", "a directory; without one this daemon saves nothing")
-        return self._directory
+        return self._maybe
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A session to be saved: its worker block and its pages, by descriptors of their own."""
-
-    header: SessionHeader
-    worker_fd: int
-    places: list[Place]
+def _saved(seq: int, header: SavedHeader, started: float) -> Saved:
+    return Saved(seq, header.name, header.rows, header.tokens, header.size, time.monotonic() - started)
 
 
-class _Progress:
-    """Logs how far a copy is and how fast, every so often."""
-
-    def __init__(self, log: Log, what: str, name: str) -> None:
-        self._log = log
-        self._what = what
-        self._name = name
-        self._started = self._last = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        with self._lock:
-            if now - self._last < PROGRESS_INTERVAL_S:
-                return
-            self._last = now
-        rate = round(done / (now - self._started) / 1e6)
-        self._log.info(self._what, name=self._name, done_bytes=done, total_bytes=total, mb_s=rate)
-
-
-@contextmanager
-def _os_errors(what: str) -> Iterator[None]:
-    """What the system refuses is a typed error."""
-    try:
-        yield
-    except OSError as error:
-        raise OsFailure(f"{what}: {error.strerror}", errno=error.errno) from error
-
-
-def _saved_header(header: SessionHeader, content: SessionContent) -> SavedHeader:
-    saved = SavedHeader(
-        uid=header.uid,
-        page_bytes=header.page_bytes,
-        token_capacity=header.token_capacity,
-        commit_bytes=header.commit_bytes,
-        generation=header.generation,
-        rows=content.rows,
-        tokens=len(content.tokens) // 4,
-        commit_size=len(content.commit),
-        sampler_size=len(content.sampler),
-        file_bytes=0,
-        encoding=header.encoding,
-        fingerprint=header.fingerprint,
-        name=header.name,
-    )
-    return dataclasses.replace(saved, file_bytes=saved.size)
-
-
-def _session_header(saved: SavedHeader) -> SessionHeader:
-    """The header of the session that a file becomes; what the daemon numbers is 0."""
-    return SessionHeader(
-        epoch=0,
-        session=0,
-        generation=saved.generation + 1,
-        uid=saved.uid,
-        holder_pid=0,
-        holder_start=0,
-        page_bytes=saved.page_bytes,
-        page_stride=saved.page_stride,
-        extent_bytes=0,
-        token_capacity=saved.token_capacity,
-        page_count=0,
-        commit_bytes=saved.commit_bytes,
-        encoding=saved.encoding,
-        fingerprint=saved.fingerprint,
-        name=saved.name,
-    )
-
-
-def _check_identity(header: SavedHeader, uid: int, request: messages.RestoreSession) -> None:
-    """Raise unless the file is what its name says, of the model that is asked for."""
-    if (header.uid, header.name) != (uid, request.name):
-        raise SavedRefused(request.name, f"it is session {header.name!r} of uid {header.uid}")
+def _check_model(request: messages.RestoreSession, header: SavedHeader) -> None:
+    """Raise unless the file is of the model and encoding that are asked for, if any are."""
     wanted = request.fingerprint or header.fingerprint, request.encoding or header.encoding
     if wanted != (header.fingerprint, header.encoding):
         raise FingerprintMismatch(

@@ -25,7 +25,7 @@ from kvd.stats import node_stats
 from kvd.version import SPOKEN_VERSIONS, require_version
 from protocol import codec, messages
 from protocol.errors import BadMessage, KvdError, OsFailure, Replayed, UnsupportedVersion
-from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorReply, Reply, Request
+from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorReply, LeaseRequest, Reply, Request
 
 QUEUED_REQUESTS = 16
 """Messages of up to `codec.CONTROL_LIMIT` that are queued for each peer, in either direction."""
@@ -163,6 +163,15 @@ class ControlServer:
                 return node.saving.saved(peer, request)
             case messages.RemoveSaved():
                 return node.saving.remove(peer, request)
+            case messages.OpenSession() if node.spilling.is_on:
+                return node.spilling.opening(peer.uid, request.name, partial(self._of_lease, request, peer))
+        if node.spilling.is_on:
+            return node.spilling.with_room(partial(self._of_lease, request, peer))
+        return self._of_lease(request, peer)
+
+    def _of_lease(self, request: LeaseRequest, peer: Peer) -> Reply:
+        """The answer to a request that names a lease. Asked again if room has been made: the lease may have ended."""
+        node = self._node
         lease = node.leases.find(request.lease, peer)
         match request:
             case messages.CreateSession():

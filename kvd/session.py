@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from kvd.alloc.ledger import Account
 from kvd.leases import Lease
 from kvd.session_blocks import SessionBlocks
-from protocol.errors import SessionDamaged
+from protocol.errors import FingerprintMismatch, SessionDamaged
 from protocol.session_state import SessionHeader, WorkerState, unpack_frame
 
 HOST_TIER = "host"
@@ -20,7 +21,8 @@ class Session:
 
     ``grants`` are those that the holder was given for the blocks. ``busy`` says what the daemon itself does with it.
     ``published`` is what its worker had published when that was last read.
-    ``prefix`` are the hashes of its first pages (`protocol.prefix`), as far as `kvd.forks` has needed them.
+    ``idle_since`` is when it was last stored, by the monotonic clock. ``prefix`` are the hashes of its first pages
+    (`protocol.prefix`), as far as `kvd.forks` has needed them.
     """
 
     def __init__(self, header: SessionHeader, blocks: SessionBlocks, lease: Lease | None) -> None:
@@ -31,6 +33,7 @@ class Session:
         self.grants: list[int] = []
         self.damage = ""
         self.busy = ""
+        self.idle_since = time.monotonic()
         self.published: WorkerState | None = None
         self.prefix: list[bytes] = []
 
@@ -62,11 +65,25 @@ class Session:
         self.blocks.write(header, frames)
         self.header, self.frames = header, tuple(frames)
 
+    def require_model(self, fingerprint: bytes, encoding: str) -> None:
+        """Raise `FingerprintMismatch` unless its pages are of this model in this encoding."""
+        header = self.header
+        if (fingerprint, encoding) != (header.fingerprint, header.encoding):
+            raise FingerprintMismatch(
+                f"session {self.name!r} was made by model {header.fingerprint.hex()} in encoding {header.encoding}, "
+                f"not {fingerprint[:32].hex()} in {encoding[:16]}",
+                session=self.number,
+            )
+
     def revoke_grants(self) -> None:
         """The holder can claim the blocks no more."""
         if self.lease is not None:
             self.lease.revoke(*self.grants)
         self.grants.clear()
+
+    def is_idle(self) -> bool:
+        """Whether it is stored, intact and nothing is being done with it."""
+        return self.lease is None and not self.damage and not self.busy
 
     def worker_state(self) -> WorkerState | None:
         """What the worker last published; None, and the session is damaged, if that cannot be read."""

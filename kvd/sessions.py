@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,16 +17,14 @@ from kvd.alloc.ledger import Account, Ledger
 from kvd.config import LimitsConfig
 from kvd.leases import Lease
 from kvd.logs import Log
-from kvd.peers import Peer
 from kvd.session import HOST_TIER, Session
 from kvd.session_blocks import SessionBlocks
-from kvd.session_limits import FINGERPRINT_BYTES, NAME_LIMIT, check_creation
+from kvd.session_limits import NAME_LIMIT, check_creation
 from kvd.shared_memory import SharedMemoryGranter
 from kvd.sharing import SharedFrames
 from kvd.tiers.host_ram import HostRam
 from protocol import messages
 from protocol.errors import (
-    FingerprintMismatch,
     InvalidValue,
     OsFailure,
     SessionBusy,
@@ -55,6 +54,8 @@ class Sessions:
         self._sessions: dict[int, Session] = {}
         self._by_name: dict[tuple[int, str], Session] = {}
         self._preparing: dict[tuple[int, str], Session] = {}
+        self.spilled: set[tuple[int, str]] = set()
+        """Uid and name of those that `kvd.spilling` keeps on disk."""
         self._ended: Counter[str] = Counter()
         ledger.add_auditor(
             HOST_TIER, lambda: sum(session.blocks.taken_bytes() for session in [*self, *self._preparing.values()])
@@ -110,7 +111,7 @@ class Sessions:
     def open(self, lease: Lease, request: messages.OpenSession) -> SessionOpened:
         """Have ``lease`` hold a stored session of its uid; the generation rises."""
         session = self.find(lease.peer.uid, request.name)
-        self._require_idle(session)
+        self.require_idle(session)
         if session.lease is not None:
             raise SessionBusy(
                 f"session {session.name!r} is held by lease {session.lease.number}, process {session.lease.peer.pid}, "
@@ -120,12 +121,7 @@ class Sessions:
                 pid=session.lease.peer.pid,
             )
         header = session.header
-        if (request.fingerprint, request.encoding) != (header.fingerprint, header.encoding):
-            raise FingerprintMismatch(
-                f"session {session.name!r} was made by model {header.fingerprint.hex()} in encoding {header.encoding}, "
-                f"not {request.fingerprint[:FINGERPRINT_BYTES].hex()} in {request.encoding[:16]}",
-                session=session.number,
-            )
+        session.require_model(request.fingerprint, request.encoding)
         self.require_intact(session)
         session.rewrite(
             session.frames,
@@ -189,7 +185,7 @@ class Sessions:
         session = self.session_of(lease, request.session)
         if session.lease is not None or not session.damage:
             self._require_holder(session, lease, request.generation)
-        self._require_idle(session)
+        self.require_idle(session)
         self.end(session)
         return Done(request.seq)
 
@@ -207,24 +203,16 @@ class Sessions:
             raise UnknownSession(f"uid {uid} has no session {name[:NAME_LIMIT]!r}", name=name[:NAME_LIMIT])
         return session
 
-    def find_to_save(self, peer: Peer, name: str) -> Session:
-        """A session of ``peer``'s uid that nobody but its process holds, and that is intact and idle."""
-        session = self.find(peer.uid, name)
-        if session.lease is not None and (session.lease.quarantined or session.lease.peer.pid != peer.pid):
-            raise SessionBusy(
-                f"session {name!r} is held by process {session.lease.peer.pid}, which has to save it itself",
-                session=session.number,
-            )
-        self._require_idle(session)
-        self.require_intact(session)
-        return session
+    def has(self, uid: int, name: str) -> bool:
+        """Whether there is a session of this name in memory."""
+        return (uid, name) in self._by_name
 
     def prepare(self, header: SessionHeader, pages: int, lease: Lease | None = None) -> Session:
         """A session with the frames of ``pages`` pages, under a number of its own, that nobody can see.
 
         `admit` makes it one of the sessions, `discard` gives its memory back. Raises what the verbs raise.
         """
-        self.check_new(header.uid, header.name)
+        self._check_room(header.uid, header.name)
         header = dataclasses.replace(
             header, epoch=self._epoch, session=next(self._numbers), extent_bytes=self._host.extent_bytes
         )
@@ -287,6 +275,12 @@ class Sessions:
 
     def check_new(self, uid: int, name: str) -> None:
         """Raise `InvalidValue` or `SessionExists` unless there may be one session more, of this name."""
+        self._check_room(uid, name)
+        if (uid, name) in self.spilled:
+            raise SessionExists(f"uid {uid} has a session {name!r} already, on disk", name=name)
+
+    def _check_room(self, uid: int, name: str) -> None:
+        """The same, but the name may be that of a session on disk."""
         count = len(self._sessions) + len(self._preparing) + 1
         if count > self.limits.max_sessions:
             raise InvalidValue("number of sessions", count, f"1 to {self.limits.max_sessions}")
@@ -322,7 +316,7 @@ class Sessions:
         """The intact session that ``lease`` holds at this generation."""
         session = self.session_of(lease, number)
         self._require_holder(session, lease, generation)
-        self._require_idle(session)
+        self.require_idle(session)
         self.require_intact(session)
         return session
 
@@ -340,7 +334,7 @@ class Sessions:
         if session.damage:
             self._log.warning("session damaged", session=session.number, name=session.name, reason=session.damage)
 
-    def _require_idle(self, session: Session) -> None:
+    def require_idle(self, session: Session) -> None:
         """Raise `SessionBusy` while the daemon itself is at the session."""
         if session.busy:
             raise SessionBusy(f"session {session.name!r} is {session.busy}", session=session.number)
@@ -365,6 +359,7 @@ class Sessions:
     def _store(self, session: Session) -> None:
         """Have nobody hold the session."""
         session.revoke_grants()
+        session.idle_since = time.monotonic()
         self.hand_over(session, None)
         try:
             session.rewrite(session.frames, holder_pid=0, holder_start=0)

@@ -36,6 +36,10 @@ class SharedFrames:
         """How many sessions have a frame that is in use."""
         return self._references.get(frame, 1)
 
+    def own_bytes(self, session: Session) -> int:
+        """What would be free without the session."""
+        return session.header.page_stride * sum(1 for frame in session.frames if self.references(frame) == 1)
+
     def share(self, frames: Collection[int]) -> None:
         """Add a reference to each of ``frames``, which are in use."""
         counts = self._references

@@ -24,7 +24,10 @@ DISK_TIER = "disk"
 MOST_FILES = 4096
 """Saved files at the same time; the least recently used goes for one more."""
 
-_NAME = re.compile(r"[0-9]{1,10}-[A-Za-z0-9._-]{1,64}\.kvd")
+SAVED, SPILLED = "kvd", "spilled"
+"""Kinds of files, by the ends of their names. Only saved ones are removed to make room."""
+
+_NAME = re.compile(r"[0-9]{1,10}-[A-Za-z0-9._-]{1,64}\.(kvd|spilled)")
 _TEMPORARY = re.compile(r"\.saving-[0-9]+")
 
 _SYS_OPENAT2 = 437
@@ -159,7 +162,8 @@ class StateDirectory:
         if name in self._expected:
             raise InvalidValue("saved file", name, "one that is not being written")
         others = [entry for entry in self.entries() if entry.name != name and entry.name not in self._expected]
-        fixed = sum(self._expected.values())
+        fixed = sum(self._expected.values()) + sum(entry.nbytes for entry in others if entry.name.endswith(SPILLED))
+        others = [entry for entry in others if not entry.name.endswith(SPILLED)]
         if nbytes > self.capacity - fixed:
             raise OutOfCapacity(DISK_TIER, nbytes, self.capacity - fixed, self.capacity, list(self._expected))
         used = fixed + sum(entry.nbytes for entry in others)
@@ -204,15 +208,16 @@ class StateDirectory:
         return fd
 
 
-def file_name(uid: int, session: str) -> str:
-    """The name of the file that a session of ``uid`` is saved in."""
-    return f"{uid}-{session}.kvd"
+def file_name(uid: int, session: str, kind: str = SAVED) -> str:
+    """The name of the file that a session of ``uid`` is in."""
+    return f"{uid}-{session}.{kind}"
 
 
-def session_name(name: str) -> tuple[int, str]:
-    """The uid and the session that a file's name stands for."""
-    uid, _, session = name.removesuffix(".kvd").partition("-")
-    return int(uid), session
+def session_of_file(name: str) -> tuple[int, str, str]:
+    """The uid, the session and the kind that a file's name stands for."""
+    start, _, kind = name.rpartition(".")
+    uid, _, session = start.partition("-")
+    return int(uid), session, kind
 
 
 def _require_name(name: str) -> None:

@@ -76,7 +76,7 @@ def test_names_that_are_none_lead_nowhere(state: StateDirectory, name: str) -> N
 def test_odd_names_of_sessions_are_names_of_files(state: StateDirectory, session: str) -> None:
     put(state, file_name(7, session), b"x")
     assert os.listdir(state.path) == [f"7-{session}.kvd"]
-    assert disk.session_name(f"7-{session}.kvd") == (7, session)
+    assert disk.session_of_file(f"7-{session}.kvd") == (7, session, "kvd")
 
 
 def test_what_is_no_file_of_ours_is_refused_and_stays(state: StateDirectory) -> None:

@@ -1,0 +1,103 @@
+"""Pressure on host RAM: idle stored sessions go to disk, least recently used first, and come back when they are opened.
+
+A spilled session is a file of a kind of its own, which no limit of saved files removes, and its name stays taken. A
+session that is in memory is newer than a spilled file of its name: the file goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, TypeVar
+
+from kvd.copies import Copies
+from kvd.jobs import Job, Step
+from kvd.logs import Log
+from kvd.session import HOST_TIER, Session
+from kvd.sessions import Sessions
+from kvd.tiers.disk import SPILLED, file_name, session_of_file
+from protocol.errors import KvdError, OutOfCapacity, SessionBusy
+from protocol.messages import Reply
+from protocol.session_state import SessionHeader
+
+_T = TypeVar("_T")
+
+
+class Spilling:
+    """``copies`` is None where the settings name no directory: then nothing is spilled."""
+
+    def __init__(self, copies: Copies | None, sessions: Sessions, log: Log) -> None:
+        self._copies = copies
+        self._sessions = sessions
+        self._log = log
+        self._returning: set[tuple[int, str]] = set()
+        if copies is not None:
+            for entry in copies.directory.entries():
+                uid, name, kind = session_of_file(entry.name)
+                if kind == SPILLED:
+                    if sessions.has(uid, name):
+                        copies.directory.remove(entry.name)
+                    else:
+                        sessions.spilled.add((uid, name))
+
+    @property
+    def is_on(self) -> bool:
+        return self._copies is not None
+
+    def opening(self, uid: int, name: str, act: Callable[[], Reply]) -> Job:
+        """`with_room`, with the session called ``name`` brought back first if it is spilled."""
+        if (uid, name) in self._sessions.spilled and not self._sessions.has(uid, name):
+            yield from self.bring_back(uid, name)
+        return (yield from self.with_room(act))
+
+    def prepare(self, header: SessionHeader, pages: int) -> Generator[Step, Any, Session]:
+        """`Sessions.prepare`, with room made for it."""
+        return (yield from self.with_room(lambda: self._sessions.prepare(header, pages)))
+
+    def spill(self, session: Session) -> Generator[Step, Any, None]:
+        """Write the session to disk and end it in memory. If it cannot be written it stays."""
+        assert self._copies is not None, "spilled without a directory"
+        yield from self._copies.write(session, SPILLED)
+        self._sessions.end(session)
+        self._sessions.spilled.add((session.header.uid, session.name))
+
+    def bring_back(self, uid: int, name: str) -> Generator[Step, Any, None]:
+        """Make the stored session of a spilled one again. If it cannot be read, or there is no room, it stays."""
+        assert self._copies is not None, "spilled without a directory"
+        if (uid, name) in self._returning:
+            raise SessionBusy(f"session {name!r} is being brought back from disk", name=name)
+        self._returning.add((uid, name))
+        try:
+            yield from self._copies.read(uid, name, SPILLED, lambda _: None, self.prepare)
+            self._sessions.spilled.discard((uid, name))
+            yield partial(self._copies.directory.remove, file_name(uid, name, SPILLED))
+        finally:
+            self._returning.discard((uid, name))
+
+    def with_room(self, act: Callable[[], _T]) -> Generator[Step, Any, _T]:
+        """What ``act`` returns; while it finds no room in host RAM, sessions are spilled and it is tried again."""
+        while True:
+            try:
+                return act()
+            except OutOfCapacity as error:
+                victim = self._victim(error)
+                if victim is None:
+                    raise
+                try:
+                    yield from self.spill(victim)
+                except KvdError as failure:
+                    self._log.warning("session not spilled", name=victim.name, reason=failure.message)
+                    raise error from failure
+
+    def _victim(self, error: OutOfCapacity) -> Session | None:
+        """The session to spill next; None if even all of them would not make room."""
+        if self._copies is None or error.facts["tier"] != HOST_TIER:
+            return None
+        idle = [session for session in self._sessions if session.is_idle()]
+        gain = sum(self._sessions.frames.own_bytes(session) for session in idle)
+        asked, free = error.facts["asked"], error.facts["free"]
+        assert isinstance(asked, int)
+        assert isinstance(free, int)
+        if free + gain < asked:
+            return None
+        return min(idle, key=lambda session: session.idle_since, default=None)
