@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import resource
 import signal
@@ -26,6 +27,7 @@ from kvd.run_dir import RunDir
 from kvd.server import ControlServer
 from kvd.stall_watch import StallWatch
 from protocol.errors import ConfigError, KvdError, OsFailure
+from protocol.messages import Reply
 
 if TYPE_CHECKING:
     from kvd.metrics_server import MetricsServer
@@ -57,7 +59,8 @@ class Daemon:
         self._wake_read, self._wake_write = socket.socketpair()
         self._metrics: MetricsServer | None = None
         self._last_progress = self._last_check = time.monotonic()
-        self._stopping = self._reload_wanted = self._serving = False
+        self._stopping = self._reload_wanted = self._drain_wanted = self._save_wanted = False
+        self._saving = self._serving = False
 
     def run(self) -> None:
         """Serve until a signal to stop, then drain. Raises the typed error of whatever keeps it from starting."""
@@ -115,6 +118,7 @@ class Daemon:
         cleanup.callback(server.close)
         loop.watch(server.socket, server.serve)
         loop.watch(node.jobs.wake, node.jobs.resume)
+        node.drain = self._drain
         loop.every(CHECK_INTERVAL_S, self._tick)
         watch = StallWatch() if config.stall_watch.interval_s else None
         if watch is not None:
@@ -160,7 +164,7 @@ class Daemon:
     def _tick(self) -> None:
         self._check()
         self._handles.drop_idle()
-        if self._stopping:
+        if self._node.draining:
             self._notifier.extend_timeout(STEP_TIMEOUT_S, f"STATUS=draining: {len(self._node.leases)} leases")
             self._stop_if_drained()
 
@@ -190,7 +194,7 @@ class Daemon:
             return
         if self._stopping:
             raise SystemExit(128 + number)
-        self._stopping = True
+        self._stopping = self._drain_wanted = True
 
     def _woken(self) -> None:
         """A signal came while the loop was waiting."""
@@ -198,7 +202,8 @@ class Daemon:
         if self._reload_wanted:
             self._reload_wanted = False
             self._reload()
-        if self._stopping and not self._node.draining:
+        if self._drain_wanted:
+            self._drain_wanted = False
             self._drain()
 
     def _reload(self) -> None:
@@ -218,8 +223,9 @@ class Daemon:
                 self._log.warning("settings that need a restart stay as they were", refused=dict(outcome.refused))
         self._notifier.send("READY=1", "STATUS=draining" if self._node.draining else "STATUS=serving")
 
-    def _drain(self) -> None:
-        """Take no new work and wait for the leases."""
+    def _drain(self, save: bool = False) -> None:
+        """Take no new work and wait for the leases; with ``save``, then have all sessions on disk before the end."""
+        self._save_wanted = save
         self._node.draining = True
         self._drain_until = time.monotonic() + self._config.drain_timeout_s
         self._log.info(
@@ -233,9 +239,22 @@ class Daemon:
 
     def _stop_if_drained(self) -> None:
         left = len(self._node.leases)
-        if not left or time.monotonic() >= self._drain_until:
+        if (not left and self._drain_until < math.inf) or time.monotonic() >= self._drain_until:
             if left:
                 self._log.warning("leases did not end in time", leases=left)
+            if not self._save_wanted:
+                self._loop.stop()
+            elif not self._saving:
+                self._saving = True
+                self._node.jobs.start(self._node.spilling.hibernate(), self._hibernated)
+
+    def _hibernated(self, outcome: Reply | Exception) -> None:
+        """All sessions are on disk, or the daemon stays: what is in memory is all there is of the others."""
+        self._saving = False
+        if isinstance(outcome, Exception):
+            self._drain_until = math.inf
+            self._log.error("not stopped: drain again when there is room, or stop it by a signal", reason=str(outcome))
+        else:
             self._loop.stop()
 
 

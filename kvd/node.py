@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from kvd.tiers.driver_cuda import CudaDriver
 from kvd.tiers.host_ram import HostRam
 from kvd.tiers.segment import Progress
 from kvd.tiers.vram import Vram
-from protocol.errors import Draining, LedgerMismatch
+from protocol.errors import Draining, LedgerMismatch, PermissionRefused
 from protocol.messages import DeviceInfo
 
 BALANCED = "balanced"
@@ -47,6 +49,8 @@ class Node:
         self._log = log
         self._started = time.monotonic()
         self.draining = False
+        self.drain: Callable[[bool], None] = lambda _: None
+        """Has the daemon drain and stop; with True, when every session is on disk. Set by whoever runs the loop."""
         self.counters = Counters()
         self.ledger = Ledger()
         driver = make_driver(config)
@@ -90,6 +94,11 @@ class Node:
         """Raise `Draining` if the daemon takes no new work."""
         if self.draining:
             raise Draining("the daemon is shutting down: it takes no new leases, sessions, pages or device memory")
+
+    def require_operator(self, peer: Peer) -> None:
+        """Raise `PermissionRefused` unless ``peer`` may decide about the daemon itself."""
+        if peer.uid not in (0, os.geteuid()):
+            raise PermissionRefused(f"{peer} is neither root nor of the daemon's uid, {os.geteuid()}", uid=peer.uid)
 
     def open_lease(self, peer: Peer, process: Process, client: str) -> Lease:
         """A new lease for ``process``, which is closed if it does not become one."""

@@ -1,10 +1,11 @@
-"""The commands ``kvd save``, ``restore``, ``ls`` and ``rm``, which ask a running daemon, and ``verify``."""
+"""The commands ``kvd save``, ``restore``, ``ls``, ``rm`` and ``drain``, which ask a running daemon, and ``verify``."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -13,11 +14,11 @@ from pathlib import Path
 from stat import S_ISREG
 
 from kvd.config import KEYS
-from kvd.control import Control
+from kvd.control import Control, ask_stats
 from kvd.saved_file import SavedFile
 from kvd.units import format_bytes
-from protocol.errors import OsFailure, SavedRefused
-from protocol.messages import Done, ListSaved, RemoveSaved, RestoreSession, Saved, SavedSessions, SaveSession
+from protocol.errors import DaemonUnavailable, OsFailure, SavedRefused
+from protocol.messages import Done, Drain, ListSaved, RemoveSaved, RestoreSession, Saved, SavedSessions, SaveSession
 
 TIMEOUT_S = 3600.0
 """How long a session may take to be saved or restored before the command gives up."""
@@ -34,6 +35,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     ):
         _add(commands, name, summary).add_argument("names", nargs="+", metavar="NAME", help="a saved session")
     _add(commands, "ls", "list the saved sessions of your uid, least recently used first")
+    drain = _add(commands, "drain", "have the daemon stop when its leases have ended, and wait for that")
+    drain.add_argument("--save", action="store_true", help="write every session to disk before; the next run has them")
     verify = commands.add_parser("verify", help="check a saved session's file", description="Check every byte of it.")
     verify.add_argument("file", type=Path, metavar="FILE")
 
@@ -82,6 +85,19 @@ def _remove(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _drain(parsed: argparse.Namespace) -> int:
+    with Control(parsed.run_dir, "kvd drain") as control:
+        control.ask(partial(Drain, save=parsed.save), Done)
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            ask_stats(parsed.run_dir)
+        except DaemonUnavailable:
+            return 0
+        time.sleep(0.1)
+    raise OsFailure(f"the daemon in {parsed.run_dir} still runs after {TIMEOUT_S:g} s; its log says why")
+
+
 def _verify(parsed: argparse.Namespace) -> int:
     path: Path = parsed.file
     try:
@@ -117,5 +133,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "restore": _restore,
     "ls": _list,
     "rm": _remove,
+    "drain": _drain,
     "verify": _verify,
 }

@@ -71,6 +71,10 @@ class Saving:
         self._sessions.require_intact(session)
         return session
 
+    def require_directory(self) -> None:
+        """Raise `InvalidValue` if the settings name no directory to save to."""
+        assert self._copies is not None
+
     @property
     def _copies(self) -> Copies:
         if self._maybe is None:

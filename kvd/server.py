@@ -154,6 +154,12 @@ class ControlServer:
                 return self._welcome(request)
             case messages.Stat():
                 return messages.Stats(request.seq, node_stats(node))
+            case messages.Drain():
+                node.require_operator(peer)
+                if request.save:
+                    node.saving.require_directory()
+                node.drain(request.save)
+                return messages.Done(request.seq)
             case messages.SaveSession():
                 return node.saving.save(peer, request)
             case messages.RestoreSession():

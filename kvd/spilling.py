@@ -16,8 +16,8 @@ from kvd.logs import Log
 from kvd.session import HOST_TIER, Session
 from kvd.sessions import Sessions
 from kvd.tiers.disk import SPILLED, file_name, session_of_file
-from protocol.errors import KvdError, OutOfCapacity, SessionBusy
-from protocol.messages import Reply
+from protocol.errors import InvalidValue, KvdError, OsFailure, OutOfCapacity, SessionBusy
+from protocol.messages import Done, Reply
 from protocol.session_state import SessionHeader
 
 _T = TypeVar("_T")
@@ -60,6 +60,28 @@ class Spilling:
         yield from self._copies.write(session, SPILLED)
         self._sessions.end(session)
         self._sessions.spilled.add((session.header.uid, session.name))
+
+    def hibernate(self) -> Job:
+        """Write every session that is not empty, whoever holds it, to where a later run brings it back from.
+
+        Raises `OsFailure` if there were any that could not be written; the others are.
+        """
+        if self._copies is None:
+            raise InvalidValue("disk.state_dir", "", "a directory; without one this daemon saves nothing")
+        failed = []
+        for session in self._sessions:
+            if session.is_empty():
+                continue
+            try:
+                self._sessions.require_idle(session)
+                self._sessions.require_intact(session)
+                yield from self._copies.write(session, SPILLED)
+            except KvdError as error:
+                self._log.error("session not saved", name=session.name, code=error.code, reason=error.message)
+                failed.append(session.name)
+        if failed:
+            raise OsFailure(f"{len(failed)} sessions could not be saved: {', '.join(failed)}", sessions=failed)
+        return Done(0)
 
     def bring_back(self, uid: int, name: str) -> Generator[Step, Any, None]:
         """Make the stored session of a spilled one again. If it cannot be read, or there is no room, it stays."""

@@ -151,6 +151,13 @@ class FindPrefix(_Tagged, frozen=True, tag="find_prefix"):
     digests: list[bytes]
 
 
+class Drain(_Tagged, frozen=True, tag="drain"):
+    """Have the daemon drain and stop; with ``save``, when every session is on disk."""
+
+    seq: int
+    save: bool
+
+
 class SaveSession(_Tagged, frozen=True, tag="save_session"):
     """Write a session of the caller's uid to disk, in place of what was saved under its name before."""
 
@@ -180,10 +187,8 @@ class RemoveSaved(_Tagged, frozen=True, tag="remove_saved"):
     name: str
 
 
-Request = (
-    Hello
-    | Stat
-    | CreateSession
+LeaseRequest = (
+    CreateSession
     | OpenSession
     | ReattachSession
     | ExtendSession
@@ -194,11 +199,10 @@ Request = (
     | FreeDevice
     | ForkSession
     | FindPrefix
-    | SaveSession
-    | RestoreSession
-    | ListSaved
-    | RemoveSaved
 )
+"""Those that name a lease."""
+
+Request = Hello | Stat | Drain | SaveSession | RestoreSession | ListSaved | RemoveSaved | LeaseRequest
 
 # Replies on the control socket
 
@@ -279,9 +283,13 @@ class Saved(_Tagged, frozen=True, tag="saved"):
 
 
 class SavedSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A saved session: bytes of its file, and when that was last written or restored, in seconds since 1970."""
+    """A session on disk: bytes of its file, and when that was last written or restored, in seconds since 1970.
+
+    A ``spilled`` one had to make room in memory; opening it brings it back.
+    """
 
     name: str
+    spilled: bool
     nbytes: int
     used_s: float
 

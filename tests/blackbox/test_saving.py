@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from protocol.errors import (
 from protocol.layout import Q8G64
 from protocol.model import DEMO
 from tests.blackbox.daemon_process import DaemonProcess, clean_environment
-from tests.saved_files import Parts, resealed
+from tests.saved_files import Parts, read, resealed
 
 pytestmark = pytest.mark.leaks_per_module
 
@@ -262,26 +264,34 @@ def test_a_daemon_without_a_directory_saves_nothing(run_dir: Path) -> None:
             client.save_session("x")
 
 
+def save_for_ever(client: Client, name: str) -> None:
+    while True:
+        client.save_session(name, timeout_s=1.0)
+
+
 def test_a_killed_daemon_leaves_whole_files(run_dir: Path) -> None:
-    """Killed amid saving, again and again: whatever has been acknowledged is there for the next daemon."""
-    acknowledged = 0
-    for round_number in range(3):
-        with DaemonProcess(run_dir, drain_timeout_s="0", disk_state_dir=str(run_dir / "state")) as process:
+    """Killed while it saves, again and again: what was acknowledged is whole, and nothing else is in the way."""
+    state = run_dir / "state"
+    acknowledged: list[str] = []
+    for round_number in range(4):
+        with DaemonProcess(run_dir, drain_timeout_s="0", disk_state_dir=str(state)) as process:
             process.wait_ready()
-            with Client(run_dir) as client:
-                if acknowledged:
-                    client.restore_session("s", fingerprint=bytes(32), encoding="q8g64")
-                    opened = client.open_session("s", fingerprint=bytes(32), encoding="q8g64")
-                    assert opened.generation >= 3
-                else:
-                    client.create_session(
-                        "s", fingerprint=bytes(32), encoding="q8g64", page_bytes=5000, token_capacity=1 << 20
-                    )
-                for _ in range(2 + round_number):
-                    client.save_session("s")
-                    acknowledged += 1
-                if round_number < 2:
-                    process.process.kill()
-                    process.process.wait()
-                    with pytest.raises(KvdError):
-                        client.save_session("s", timeout_s=0.2)
+            with Client(run_dir) as client, ThreadPoolExecutor(1) as pool:
+                for name in acknowledged:
+                    header, _, _ = read((state / f"{os.getuid()}-{name}.kvd").read_bytes(), pool)
+                    assert header.name == name
+                if round_number == 3:
+                    break
+                name = f"s{round_number}"
+                client.create_session(
+                    name, fingerprint=bytes(32), encoding="q8g64", page_bytes=5000, token_capacity=1 << 20
+                )
+                client.save_session(name)
+                acknowledged.append(name)
+                killer = threading.Timer(0.002 * round_number, process.process.kill)
+                killer.start()
+                with pytest.raises(KvdError):
+                    save_for_ever(client, name)
+                killer.join()
+                process.process.wait()
+    assert {path.name for path in state.iterdir()} == {f"{os.getuid()}-{name}.kvd" for name in acknowledged}
