@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,15 +16,36 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on the CPU. Decided when triton is imported."""
 
 
-@functools.cache
+_whole_edges: list[bool] = []
+
+
 def launch_options() -> dict[str, Any]:
     """Options of every launch whose kernel begins with `await_kernel_before` and takes ``OVERLAPPED``.
 
     Where the GPU can (CUDA from 9.0 on), a kernel's programs are set up while the kernel before them still runs.
     """
-    if INTERPRETED or torch.version.hip is not None or torch.cuda.get_device_capability() < (9, 0):
+    if not _can_overlap():
         return {"OVERLAPPED": False}
-    return {"OVERLAPPED": True, "launch_pdl": True}
+    return {"OVERLAPPED": True, "launch_pdl": not _whole_edges}
+
+
+@contextmanager
+def whole_edges() -> Iterator[None]:
+    """Launches within are set up only when all that they depend on is done: for the first one after a fork or join of
+    streams, which depends on more than the kernel before it on its own stream.
+    """
+    _whole_edges.append(True)
+    try:
+        yield
+    finally:
+        _whole_edges.pop()
+
+
+@functools.cache
+def _can_overlap() -> bool:
+    if INTERPRETED or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 @triton.jit
