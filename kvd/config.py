@@ -112,6 +112,12 @@ class LimitsConfig:
         Number(1, 1024), 256, "Leases at the same time; each is one worker process.", reloadable=True
     )
     max_sessions: int = setting(Number(1, 1024), 1024, "Sessions at the same time, held and stored.", reloadable=True)
+    host_per_uid: int = setting(
+        Size(least=0),
+        "0B",
+        "Most bytes of pages in host RAM for the sessions of one uid; 0 for no limit.",
+        reloadable=True,
+    )
     max_handles: int = setting(Number(1, 1 << 16), 4096, "Pieces of VRAM that one lease may hold.", reloadable=True)
 
 

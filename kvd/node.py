@@ -137,7 +137,7 @@ class Node:
     def limit(self, limits: LimitsConfig) -> None:
         """What is there stays; new leases, sessions and handles keep to these limits."""
         self.leases.limit = limits.max_leases
-        self.sessions.limits = limits
+        self.sessions.limit(limits)
         self.device_memory.limit = limits.max_handles
 
     def check(self) -> str:

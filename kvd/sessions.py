@@ -46,10 +46,10 @@ class Sessions:
         self._prefix = prefix
         self._ledger = ledger
         self._host = host
-        self.limits = limits
         self._log = log
         self._numbers = itertools.count(1)
         self.frames = SharedFrames(host)
+        self.limit(limits)
         self._granter = SharedMemoryGranter(host)
         self._sessions: dict[int, Session] = {}
         self._by_name: dict[tuple[int, str], Session] = {}
@@ -66,6 +66,11 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def limit(self, limits: LimitsConfig) -> None:
+        """What is there stays; what is new keeps to these limits."""
+        self._limits = limits
+        self.frames.most_per_uid = limits.host_per_uid
 
     def held_by(self, lease: Lease) -> list[Session]:
         return [session for session in self if session.lease is lease]
@@ -139,9 +144,7 @@ class Sessions:
         room = header.page_capacity - header.page_count
         if not 1 <= request.pages <= room:
             raise InvalidValue("pages", request.pages, f"1 to {room}, what session {session.name!r} has room for")
-        added = self._host.allocate_frames(
-            session.account("pages"), header.uid, header.page_stride, request.pages, header.page_bytes
-        )
+        added = self.frames.allocate(session.account("pages"), header, request.pages)
         try:
             session.rewrite([*session.frames, *added])
         except BaseException:
@@ -220,11 +223,7 @@ class Sessions:
         self._preparing[header.uid, header.name] = session
         try:
             if pages:
-                session.frames = tuple(
-                    self._host.allocate_frames(
-                        session.account("pages"), header.uid, header.page_stride, pages, header.page_bytes
-                    )
-                )
+                session.frames = tuple(self.frames.allocate(session.account("pages"), header, pages))
         except BaseException:
             self.discard(session)
             raise
@@ -282,8 +281,8 @@ class Sessions:
     def _check_room(self, uid: int, name: str) -> None:
         """The same, but the name may be that of a session on disk."""
         count = len(self._sessions) + len(self._preparing) + 1
-        if count > self.limits.max_sessions:
-            raise InvalidValue("number of sessions", count, f"1 to {self.limits.max_sessions}")
+        if count > self._limits.max_sessions:
+            raise InvalidValue("number of sessions", count, f"1 to {self._limits.max_sessions}")
         if (uid, name) in self._by_name or (uid, name) in self._preparing:
             raise SessionExists(f"uid {uid} has a session {name!r} already", name=name)
 

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable
 from kvd.alloc.ledger import Account
 from kvd.session import HOST_TIER, Session
 from kvd.tiers.host_ram import HostRam, frame_extent
-from protocol.errors import OsFailure
+from protocol.errors import OsFailure, OutOfCapacity
 from protocol.layout import PAGE_TOKENS
+from protocol.session_state import SessionHeader
 
 SHARED = Account(HOST_TIER, 0, 0, "shared_pages")
 """Frames that are or were in several sessions stand on the daemon's own account until the last one gives them up."""
@@ -25,12 +26,27 @@ def last_page(rows: int) -> int:
     return max(rows - 1, 0) // PAGE_TOKENS
 
 
+def uid_tier(uid: int) -> str:
+    """What errors call the part of the host tier that a uid may have."""
+    return f"{HOST_TIER} for uid {uid}"
+
+
 class SharedFrames:
     """The frames of all sessions. One that was never shared is not counted here: it has one reference."""
 
     def __init__(self, host: HostRam) -> None:
+        self.most_per_uid = 0
+        """Bytes that one uid's sessions may have; 0 for no limit."""
         self._host = host
         self._references: dict[int, int] = {}
+
+    def allocate(self, account: Account, header: SessionHeader, count: int) -> list[int]:
+        """``count`` frames for the session of ``header``. Raises `OutOfCapacity` and what `HostRam` raises."""
+        asked, limit = count * header.page_stride, self.most_per_uid
+        if limit and asked > limit - (used := self._host.used_bytes(header.uid)):
+            holders = [f"sessions of uid {header.uid} ({used} bytes)"]
+            raise OutOfCapacity(uid_tier(header.uid), asked, max(limit - used, 0), limit, holders)
+        return self._host.allocate_frames(account, header.uid, header.page_stride, count, header.page_bytes)
 
     def references(self, frame: int) -> int:
         """How many sessions have a frame that is in use."""
@@ -80,9 +96,7 @@ class SharedFrames:
         if not shared:
             return tuple(frames)
         header = session.header
-        new = self._host.allocate_frames(
-            session.account("pages"), header.uid, header.page_stride, len(shared), header.page_bytes
-        )
+        new = self.allocate(session.account("pages"), header, len(shared))
         for page, frame in zip(shared, new, strict=True):
             if page == first and rows:
                 try:

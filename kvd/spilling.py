@@ -15,6 +15,7 @@ from kvd.jobs import Job, Step
 from kvd.logs import Log
 from kvd.session import HOST_TIER, Session
 from kvd.sessions import Sessions
+from kvd.sharing import uid_tier
 from kvd.tiers.disk import SPILLED, file_name, session_of_file
 from protocol.errors import InvalidValue, KvdError, OsFailure, OutOfCapacity, SessionBusy
 from protocol.messages import Done, Reply
@@ -113,9 +114,13 @@ class Spilling:
 
     def _victim(self, error: OutOfCapacity) -> Session | None:
         """The session to spill next; None if even all of them would not make room."""
-        if self._copies is None or error.facts["tier"] != HOST_TIER:
+        if self._copies is None:
             return None
-        idle = [session for session in self._sessions if session.is_idle()]
+        idle = [
+            session
+            for session in self._sessions
+            if session.is_idle() and error.facts["tier"] in (HOST_TIER, uid_tier(session.header.uid))
+        ]
         gain = sum(self._sessions.frames.own_bytes(session) for session in idle)
         asked, free = error.facts["asked"], error.facts["free"]
         assert isinstance(asked, int)

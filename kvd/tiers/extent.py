@@ -72,6 +72,10 @@ class Extent:
         return len(self._free)
 
     @property
+    def used_frames(self) -> int:
+        return len(self._holdings) - len(self._free)
+
+    @property
     def is_unused(self) -> bool:
         return len(self._free) == len(self._holdings)
 

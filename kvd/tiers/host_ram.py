@@ -205,6 +205,12 @@ class HostRam:
         known.was_granted = True
         self._granted[lease].add(known)
 
+    def used_bytes(self, uid: int) -> int:
+        """Bytes of the frames that are in use for ``uid``."""
+        return sum(
+            extent.used_frames * extent.stride for extent in self._extents if extent.stride and extent.uid == uid
+        )
+
     def lease_gone(self, lease: int) -> None:
         """The lease's process is known dead, and with it whatever it had mapped."""
         for extent in self._granted.pop(lease, set()):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from collections.abc import Iterator
 
 import pytest
 
+from kvd.config import LimitsConfig
 from kvd.session import Session
 from protocol.errors import (
     InvalidValue,
@@ -17,7 +19,7 @@ from protocol.errors import (
     StaleGeneration,
     UnknownSession,
 )
-from protocol.messages import ExtendSession, FindPrefix, ForkSession
+from protocol.messages import CreateSession, ExtendSession, FindPrefix, ForkSession
 from protocol.prefix import chain_start, extend_chain
 from tests.session_world import MIB, NOBODY, PRINT, STRIDE, SessionWorld, open_lease, session_world
 
@@ -191,6 +193,23 @@ def test_a_thousand_sessions_over_one_prefix_take_their_own_tails_only() -> None
                 world.close(session)
         world.ledger.check()
         assert world.committed("pages") + world.committed("shared_pages") == before
+
+
+def test_a_uid_has_no_more_than_its_limit_and_shared_pages_count_once(world: SessionWorld) -> None:
+    world.sessions.limit(LimitsConfig(host_per_uid=12 * STRIDE))
+    source = filled(world, "a", 640)
+    world.fork(source, 640, "b")
+    refusal = (
+        f"host for uid {os.getuid()}: {2 * STRIDE} bytes asked, {STRIDE} free of {12 * STRIDE}; held by sessions of"
+    )
+    with pytest.raises(OutOfCapacity, match=refusal):
+        world.create("c", 2)
+    world.fork(source, 64, "d")
+    with pytest.raises(OutOfCapacity, match="0 free"):
+        world.fork(source, 64, "e")
+    foreign = open_lease(world.leases, uid=12345)
+    opened = world.sessions.create(foreign, CreateSession(1, NOBODY, "c", PRINT, "q8g64", 5000, 6400, 8))
+    world.sessions.extend(foreign, ExtendSession(1, NOBODY, opened.session, 1, 12))
 
 
 def chain(tokens: list[int], encoding: str = "q8g64") -> list[bytes]:
