@@ -124,6 +124,13 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--keep", action="store_true", help="leave the session stored when done")
     add("--continue", dest="resume", action="store_true", help="go on from the stored session NAME")
     add(
+        "--on-daemon-loss",
+        choices=("fail", "wait"),
+        default="fail",
+        help="what to do when the daemon goes away: fail, or wait for the next one and go on (default %(default)s)",
+    )
+    add("--daemon-timeout", type=float, default=60.0, metavar="S", help="longest wait for it (default %(default)s)")
+    add(
         "--negative-control",
         action="store_true",
         help="decode again with one fetched row corrupted: the output must differ",
@@ -142,7 +149,13 @@ def generate(arguments: argparse.Namespace) -> int:
     prompt = _read_prompt(arguments)
     encoding = encoding_named(arguments.encoding)
     with Worker(
-        arguments.run_dir, arguments.device, config, encoding, seed=arguments.seed, weights=arguments.weights
+        arguments.run_dir,
+        arguments.device,
+        config,
+        encoding,
+        seed=arguments.seed,
+        weights=arguments.weights,
+        daemon_wait_s=arguments.daemon_timeout if arguments.on_daemon_loss == "wait" else 0.0,
     ) as worker:
         report = _generate(worker, arguments, prompt)
     if arguments.json:
@@ -151,7 +164,7 @@ def generate(arguments: argparse.Namespace) -> int:
         print(report.text)
         for name, value in asdict(report).items():
             if name != "text" and value is not None:
-                print(f"{name:>30}  {value}", file=sys.stderr)
+                print(f"{name:>30}  {f'{value:,.3f}' if isinstance(value, float) else value}", file=sys.stderr)
     return 0
 
 
@@ -169,7 +182,7 @@ def _generate(worker: Worker, arguments: argparse.Namespace, prompt: list[int]) 
     decode_s = time.perf_counter() - started
     counters = history.counters()
     history.barrier(hidden)
-    stats = worker.client.stat()
+    stats = worker.stat()
     host = next(tier for tier in stats.tiers if tier.tier == "host")
     vram = next(tier for tier in stats.tiers if tier.tier == f"vram:{worker.device.uuid}")
     pages = [purpose for purpose in host.purposes if purpose.purpose == "pages"]
