@@ -187,6 +187,8 @@ def test_example_settings_are_right() -> None:
     config = load({}, {}, ROOT / "systemd" / "kvd.toml")
     assert config.device == "cuda"
     assert config.host.capacity == 16 << 30
+    assert config.disk.state_dir == "/var/lib/kvd"
+    assert config.metrics.listen == "unix:/run/kvd/metrics.sock"
 
 
 def test_start_is_ready_and_limits_are_those_of_the_unit(service: Machine) -> None:
@@ -231,6 +233,23 @@ def test_a_worker_decodes(service: Machine) -> None:
     assert after["ledger"] == "balanced"
     uid = service.run("id", "-u", "kvd-worker").stdout.strip()
     assert f"of uid {uid}" in service.journal("kvd"), "the worker ran as the user of its unit"
+
+
+def test_sessions_are_saved_and_metrics_served_under_hardening(service: Machine) -> None:
+    store_a_session(service)
+    service.run("kvd", "save", "stored")
+    assert "stored" in service.run("kvd", "ls").stdout
+    assert service.run("stat", "--format=%U %a", "/var/lib/kvd").stdout == "kvd 700\n"
+    program = """import http.client, socket
+connection = http.client.HTTPConnection("kvd")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect("/run/kvd/metrics.sock")
+connection.request("GET", "/metrics")
+print(connection.getresponse().read().decode())
+"""
+    text = service.run("runuser", "-u", "kvd-worker", "--", PYTHON, "-c", program).stdout
+    assert '\nkvd_requests_total{outcome="done",verb="save_session"} 1.0\n' in text
+    assert '\nkvd_sessions{state="stored"} 1.0\n' in text
 
 
 def test_reload_takes_up_settings_and_names_what_waits(service: Machine) -> None:
