@@ -11,7 +11,7 @@ from kvd.alloc.ledger import Account
 from kvd.leases import Lease
 from kvd.session_blocks import SessionBlocks
 from protocol.errors import FingerprintMismatch, SessionDamaged
-from protocol.session_state import SessionHeader, WorkerState, unpack_frame
+from protocol.session_state import SessionHeader, WorkerState
 
 HOST_TIER = "host"
 
@@ -28,6 +28,8 @@ class Session:
     def __init__(self, header: SessionHeader, blocks: SessionBlocks, lease: Lease | None) -> None:
         self.header = header
         self.frames: tuple[int, ...] = ()
+        self._extents_of: tuple[int, ...] = ()
+        self._extents: set[int] = set()
         self.blocks = blocks
         self.lease = lease
         self.grants: list[int] = []
@@ -53,7 +55,9 @@ class Session:
     @property
     def extents(self) -> set[int]:
         """The extents that its pages lie in."""
-        return {unpack_frame(frame)[0] for frame in self.frames}
+        if self._extents_of is not self.frames:  # of a long session this takes as long as a fork may
+            self._extents_of, self._extents = self.frames, {frame >> 32 for frame in self.frames}
+        return self._extents
 
     def account(self, purpose: str) -> Account:
         """The account of one purpose of it: its holder's, or the daemon's own (lease 0) while it has none."""

@@ -99,8 +99,8 @@ class SessionBlocks:
 
     def fill_worker(self, block: memoryview) -> None:
         """Write what a saved session had in its worker block, the counts last. Only before a worker sees the block."""
-        _write(self._worker_fd, RECORDS_OFFSET, bytes(block[RECORDS_OFFSET:]))
-        _write(self._worker_fd, 0, bytes(block[:RECORDS_OFFSET]))
+        _write(self._worker_fd, RECORDS_OFFSET, block[RECORDS_OFFSET:])
+        _write(self._worker_fd, 0, block[:RECORDS_OFFSET])
 
     def destroy(self) -> None:
         """Give the memory back at once. Whoever still maps a block must not touch it any more."""
@@ -129,7 +129,7 @@ def _open(undo: ExitStack, segment: Segment) -> int:
     return fd
 
 
-def _write(fd: int, offset: int, data: bytes) -> None:
+def _write(fd: int, offset: int, data: bytes | memoryview) -> None:
     try:
         written = os.pwrite(fd, data, offset)
     except OSError as error:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 
 from protocol.errors import SessionDamaged
 from protocol.layout import PAGE_TOKENS
-from protocol.session_state import SessionHeader, WorkerBlock, WorkerBlockLayout, read_worker_state
+from protocol.session_state import (
+    RECORDS_OFFSET,
+    SessionHeader,
+    WorkerBlock,
+    WorkerBlockLayout,
+    read_worker_state,
+    sampler_state_after,
+)
 
 _READ_ATTEMPTS = 16
 
@@ -44,15 +51,15 @@ def read_content(fd: int, header: SessionHeader) -> SessionContent:
     layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
     for _ in range(_READ_ATTEMPTS):
         state = read_worker_state(fd, layout, header.session)
-        nbytes = layout.log_offset + 4 * state.tokens
-        block = os.pread(fd, nbytes, 0)
+        start = os.pread(fd, RECORDS_OFFSET, 0)
+        tokens = os.pread(fd, 4 * state.tokens, layout.log_offset)
         again = read_worker_state(fd, layout, header.session)
-        if (state.tokens, state.commit) == (again.tokens, again.commit) and len(block) == nbytes:
+        if (state.tokens, state.commit) == (again.tokens, again.commit) and len(tokens) == 4 * state.tokens:
             break
     else:
         raise SessionDamaged(f"session {header.session} does not stand still to be read", session=header.session)
-    view = WorkerBlock(memoryview(bytearray(block.ljust(layout.block_bytes, b"\0"))), layout, header.session)
-    content = SessionContent(state.commit.rows, block[layout.log_offset :], state.commit.payload, view.sampler_state)
+    sampler = sampler_state_after(state.tokens, start)
+    content = SessionContent(state.commit.rows, tokens, state.commit.payload, sampler)
     if content.page_count > header.page_count:
         raise SessionDamaged(
             f"session {header.name!r} claims {content.rows} committed rows in {header.page_count} pages",

@@ -8,6 +8,7 @@ copies of what is shared from its new last page on. Sessions of different uids n
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from kvd.alloc.ledger import Account
@@ -38,7 +39,7 @@ class SharedFrames:
         self.most_per_uid = 0
         """Bytes that one uid's sessions may have; 0 for no limit."""
         self._host = host
-        self._references: dict[int, int] = {}
+        self._references: Counter[int] = Counter()
 
     def allocate(self, account: Account, header: SessionHeader, count: int) -> list[int]:
         """``count`` frames for the session of ``header``. Raises `OutOfCapacity` and what `HostRam` raises."""
@@ -61,9 +62,8 @@ class SharedFrames:
         counts = self._references
         new = [frame for frame in frames if frame not in counts]
         self._host.move_frames(new, SHARED)
-        counts.update(dict.fromkeys(new, 1))
-        for frame in frames:
-            counts[frame] += 1
+        counts.update(new)
+        counts.update(frames)
 
     def free(self, frames: Iterable[int]) -> None:
         """Take a reference from each of ``frames``; those without another are free."""

@@ -269,9 +269,7 @@ class WorkerBlock:
     @property
     def sampler_state(self) -> bytes:
         """Opaque bytes of the worker's sampler after the last acknowledged token; empty if it is not known."""
-        count = self.token_count
-        matching = [record for record in self._sampler_records() if record.rows == count]
-        return max(matching, key=lambda record: record.sequence, default=NO_COMMIT).payload
+        return sampler_state_after(self.token_count, self._bytes)
 
     def release(self) -> None:
         """Let go of the mapping, so that it can be closed."""
@@ -284,8 +282,7 @@ class WorkerBlock:
 
     def _sampler_records(self) -> list[Commit]:
         """Both sampler records, `NO_COMMIT` for one that is not intact. ``rows`` is the token count it belongs to."""
-        slots = (self._bytes[at : at + _SAMPLER_STRIDE] for at in (_SAMPLER, _SAMPLER + _SAMPLER_STRIDE))
-        return [_unpack_record(bytes(slot), SAMPLER_BYTES) or NO_COMMIT for slot in slots]
+        return _sampler_records(self._bytes)
 
     def _write_sampler(self, tokens: int, state: bytes) -> None:
         """Overwrite the sampler record that does not belong to the published token count, else the older one."""
@@ -297,6 +294,17 @@ class WorkerBlock:
         record = _pack_record(Commit(max(first.sequence, second.sequence) + 1, 0, tokens, state))
         at = _SAMPLER + slot * _SAMPLER_STRIDE
         self._bytes[at : at + len(record)] = record
+
+
+def sampler_state_after(tokens: int, block: bytes | memoryview) -> bytes:
+    """The sampler's state after ``tokens`` tokens, from the start of a worker block; empty if it is not known."""
+    matching = [record for record in _sampler_records(block) if record.rows == tokens]
+    return max(matching, key=lambda record: record.sequence, default=NO_COMMIT).payload
+
+
+def _sampler_records(block: bytes | memoryview) -> list[Commit]:
+    slots = (block[at : at + _SAMPLER_STRIDE] for at in (_SAMPLER, _SAMPLER + _SAMPLER_STRIDE))
+    return [_unpack_record(bytes(slot), SAMPLER_BYTES) or NO_COMMIT for slot in slots]
 
 
 @dataclass(frozen=True)
