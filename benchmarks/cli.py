@@ -25,6 +25,7 @@ class Bench:
 
 BENCHES = [
     Bench("kernels", "benchmarks.kernels", "kernels by CUDA-graph replay, beside their floors"),
+    Bench("lifecycle", "benchmarks.lifecycle", "barrier, save, restore and fork of sessions"),
     Bench("attach", "benchmarks.attach", "how long mapping and registering the host tier takes"),
 ]
 
