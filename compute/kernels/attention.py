@@ -1,0 +1,225 @@
+"""Sparse absorbed MLA attention: query rows against selected rows, read where they lie by address.
+
+The definition is `compute.kernels.reference.attend`. The selected keys of a query row are cut into splits of `KEYS`;
+one program does one split for 64 heads, softmax included, and a second launch joins the splits in their order. Splits
+and tiles depend on k alone, so a query row's bits depend on nothing but its own inputs.
+
+Products are of float16 values, summed in float32: a latent is int8 times scale, rounded once; query and rope are
+rounded to float16; so are the softmax weights within a split, and the splits' results. The error against exact
+arithmetic is some 5e-4 of the output's norm. Queries, latents and ropes must be within float16's range, 65,504.
+
+As in `compute.kernels.index_score`, a row's bytes go from memory straight into the registers of the matrix unit, keys
+and dimensions in operand order; the same registers are then stored for the second product. Splits are kept with their
+dimensions in that order, and put right as they are joined.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compute.kernels.ptx import PTX, scaled_halves
+from compute.kernels.triton_support import await_kernel_before, launch_options
+from protocol.errors import InvalidValue
+from protocol.layout import LATENT_DIM, Q8G64, ROPE_DIM
+
+KEYS = 128
+"""Selected keys of one split."""
+HEADS = 64
+"""Heads of one program, the rows of a matrix instruction; fewer heads are padded."""
+
+_JOINED_DIMS = 256
+_ROWS = Q8G64.rows
+_SCALES_OFFSET = tl.constexpr(_ROWS.scales_offset)
+_ROPE_OFFSET = tl.constexpr(_ROWS.rope_offset)
+
+
+class SparseAttention:
+    """Attention of up to ``rows`` query rows with ``heads`` heads over ``k`` selected rows encoded as `Q8G64`.
+
+    Made once: recorded graphs keep the address of its scratch memory, which one stream's layers use in turn.
+    """
+
+    def __init__(self, rows: int, heads: int, k: int, device: torch.device) -> None:
+        self.rows, self.heads, self.k = rows, heads, k
+        self._splits = triton.cdiv(k, KEYS)
+        self._partial = torch.empty((rows, self._splits, heads, LATENT_DIM), dtype=torch.float16, device=device)
+        self._softmax = torch.empty((rows, self._splits, heads, 2), device=device)
+
+    def attend(
+        self,
+        addresses: Tensor,
+        layer_in_group: int,
+        query_latent: Tensor,
+        query_rope: Tensor,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """Write the output in the latent space to ``out``, float32 [n, heads, 512], for n <= rows query rows.
+
+        ``addresses`` int64 [n, k] are of group rows, 0 where empty; ``query_latent`` [n, heads, 512] and ``query_rope``
+        [n, heads, 64] are bfloat16, float16 or float32. A query row without any selected row gives 0. All tensors are
+        contiguous. Raises `InvalidValue` for shapes that do not fit.
+        """
+        count = addresses.shape[0]
+        if not 0 < count <= self.rows or addresses.shape[1] != self.k:
+            raise InvalidValue("addresses", tuple(addresses.shape), f"[1 to {self.rows}, {self.k}]")
+        for tensor, width in ((query_latent, LATENT_DIM), (query_rope, ROPE_DIM), (out, LATENT_DIM)):
+            if tensor.shape != (count, self.heads, width) or not tensor.is_contiguous():
+                raise InvalidValue("query or output", tuple(tensor.shape), f"[{count}, {self.heads}, {width}]")
+        options = launch_options()
+        _split_kernel[(self._splits, triton.cdiv(self.heads, HEADS), count)](
+            addresses,
+            query_latent,
+            query_rope,
+            self._partial,
+            self._softmax,
+            self.heads,
+            self.k,
+            layer_in_group * _ROWS.row_bytes,
+            scale * math.log2(math.e),
+            HEADS=HEADS,
+            KEYS=KEYS,
+            PTX=PTX,
+            num_warps=8,
+            **options,
+        )
+        _join_kernel[(LATENT_DIM // _JOINED_DIMS, self.heads, count)](
+            self._partial,
+            self._softmax,
+            out,
+            self.heads,
+            SPLITS=self._splits,
+            DIMS=_JOINED_DIMS,
+            num_warps=2,
+            **options,
+        )
+
+
+@triton.jit
+def _key_operand(g0, g1, g2, g3, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Four groups [KEYS, 64 dims] as one [KEYS, 256], keys and dims in operand order: no value leaves its thread."""
+    joined = tl.reshape(tl.join(tl.join(g0, g1), tl.join(g2, g3)), [2, KEYS // 16, 8, 4, 8, 2, 2, 2])
+    return tl.reshape(tl.permute(joined, [1, 0, 2, 7, 6, 4, 3, 5]), [KEYS, 256])
+
+
+@triton.jit
+def _query_operand(query, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[HEADS, 256 dims] as [256, HEADS], dims in operand order."""
+    query = tl.permute(tl.reshape(query, [HEADS, 4, 4, 8, 2]), [0, 1, 3, 2, 4])
+    return tl.trans(tl.reshape(query, [HEADS, 256]))
+
+
+@triton.jit
+def _split_kernel(  # type: ignore[no-untyped-def]
+    addresses,
+    query_latent,
+    query_rope,
+    partial,
+    softmax,
+    heads,
+    k,
+    layer_offset,
+    scale,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PTX: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """One split. All loads come first; nothing waits for the query before the rows are on their way."""
+    split = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    row = tl.program_id(2).to(tl.int64)
+    present = (head < heads)[:, None]
+    dim = tl.arange(0, 64)
+    wide = tl.arange(0, 256)
+    n = tl.arange(0, KEYS)
+    loaded = split * KEYS + n
+    key = split * KEYS + n // 16 * 8 + n // 8 % 2 * (KEYS // 2) + n % 8  # of each operand row
+    await_kernel_before(OVERLAPPED)
+    start = tl.load(addresses + row * k + loaded, mask=loaded < k, other=0)
+    key_start = tl.load(addresses + row * k + key, mask=key < k, other=0)
+    at_head = row * heads + head[:, None]
+    rope_query = tl.load(query_rope + at_head * 64 + dim[None, :], mask=present, other=0.0)
+    queries = ()
+    for c in tl.static_range(2):
+        queries += (tl.load(query_latent + at_head * 512 + c * 256 + wide[None, :], mask=present, other=0.0),)
+    filled = start != 0
+    start += layer_offset
+    values = tl.multiple_of(start.to(tl.pointer_type(tl.int8))[:, None] + dim[None, :], [1, 16])
+    scales = (start + _SCALES_OFFSET).to(tl.pointer_type(tl.bfloat16))
+    groups = ()
+    group_scales = ()
+    for g in tl.static_range(8):
+        group = tl.multiple_of(values + g * 64, [1, 16])
+        groups += (tl.load(group, mask=filled[:, None], other=0),)
+        group_scales += (tl.load(scales + g, mask=filled, other=0.0).to(tl.float16),)
+    valid = key_start != 0
+    ropes = (key_start + layer_offset + _ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16))[:, None] + dim[None, :]
+    rope = tl.load(tl.multiple_of(ropes, [1, 16]), mask=valid[:, None], other=0.0)
+
+    dots = tl.dot(rope.to(tl.float16), tl.trans(rope_query.to(tl.float16)))  # [KEYS, HEADS]
+    latents = ()
+    for c in tl.static_range(2):
+        halves = ()
+        for g in tl.static_range(4):
+            scale_of_group = tl.broadcast_to(group_scales[4 * c + g][:, None], [KEYS, 64])
+            halves += (scaled_halves(groups[4 * c + g], scale_of_group, PTX),)
+        latent = _key_operand(halves[0], halves[1], halves[2], halves[3], KEYS)
+        dots = tl.dot(latent, _query_operand(queries[c].to(tl.float16), HEADS), dots)
+        latents += (latent,)
+    dots = tl.where(valid[:, None], dots * scale, -float("inf"))
+    top = tl.max(dots, 0)
+    weights = tl.exp2(dots - tl.where(top > -float("inf"), top, 0.0)[None, :])
+    total = tl.sum(weights, 0)
+    weights = weights * (1.0 / tl.where(total > 0.0, total, 1.0))[None, :]
+    weights = tl.trans(weights.to(tl.float16))  # [HEADS, KEYS]
+    splits = tl.num_programs(0)
+    at_head = (row * splits + split) * heads + head[:, None]
+    for c in tl.static_range(2):
+        result = tl.dot(weights, latents[c]).to(tl.float16)
+        tl.store(partial + at_head * 512 + c * 256 + wide[None, :], result, mask=present)
+    at_head = (row * splits + split) * heads + head
+    tl.store(softmax + at_head * 2, top, mask=head < heads)
+    tl.store(softmax + at_head * 2 + 1, total, mask=head < heads)
+
+
+@triton.jit
+def _join_kernel(  # type: ignore[no-untyped-def]
+    partial,
+    softmax,
+    out,
+    heads,
+    SPLITS: tl.constexpr,
+    DIMS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Some dimensions of one head: the mean of the splits, first to last, weighted by their shares of the softmax."""
+    n = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    dim = n // 64 * 64 + n // 2 % 4 * 16 + n // 8 % 8 * 2 + n % 2  # of operand column n
+    await_kernel_before(OVERLAPPED)
+    first = row * SPLITS * heads + head
+    tops = ()
+    totals = ()
+    results = ()
+    best = -float("inf")
+    for split in tl.static_range(SPLITS):
+        at = first + split * heads
+        tops += (tl.load(softmax + at * 2),)
+        totals += (tl.load(softmax + at * 2 + 1),)
+        results += (tl.load(partial + at * 512 + n),)
+        best = tl.maximum(best, tops[split])
+    best = tl.where(best > -float("inf"), best, 0.0)
+    total = 0.0
+    mean = tl.zeros([DIMS], tl.float32)
+    for split in tl.static_range(SPLITS):
+        weight = tl.exp2(tops[split] - best) * totals[split]
+        total += weight
+        mean += weight * results[split].to(tl.float32)
+    tl.store(out + (row * heads + head) * 512 + dim, mean / tl.where(total > 0.0, total, 1.0))
