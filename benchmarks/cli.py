@@ -26,6 +26,7 @@ class Bench:
 BENCHES = [
     Bench("kernels", "benchmarks.kernels", "kernels by CUDA-graph replay, beside their floors"),
     Bench("lifecycle", "benchmarks.lifecycle", "barrier, save, restore and fork of sessions"),
+    Bench("step", "benchmarks.step", "the attention side of a decode step, offloaded against resident"),
     Bench("attach", "benchmarks.attach", "how long mapping and registering the host tier takes"),
 ]
 
