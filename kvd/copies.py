@@ -56,7 +56,7 @@ class Copies:
         """Write the session's file; until the end it is busy."""
         session.busy = "being saved"
         try:
-            with ExitStack() as cleanup:
+            with _os_errors(f"writing saved session {session.name}"), ExitStack() as cleanup:
                 # A descriptor of its own: an empty session ends with its holder, whatever is being done with it.
                 worker_fd = session.blocks.worker.open_fd(read_only=True)
                 cleanup.callback(os.close, worker_fd)

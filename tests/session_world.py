@@ -132,12 +132,14 @@ def session_world(
     leases = Leases(3, 8)
     sessions = Sessions(3, prefix, ledger, host, LimitsConfig(max_sessions=most), structlog.get_logger())
     first, second = open_lease(leases), open_lease(leases)
-    yield SessionWorld(ledger, host, sessions, Forks(sessions), leases, first, second)
-    ledger.check()
-    sessions.close_all()
-    ledger.check()
-    assert {entry.account.purpose for entry in ledger.entries()} <= {"unassigned"}
-    host.close()
-    for lease in leases:
-        leases.end(lease)
+    try:
+        yield SessionWorld(ledger, host, sessions, Forks(sessions), leases, first, second)
+        ledger.check()
+    finally:
+        sessions.close_all()
+        left = {entry.account.purpose for entry in ledger.entries()}
+        host.close()
+        for lease in leases:
+            leases.end(lease)
+    assert left <= {"unassigned"}
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix[1:])]

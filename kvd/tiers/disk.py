@@ -92,11 +92,14 @@ class StateDirectory:
             if error.errno in (errno.ELOOP, errno.EXDEV, errno.ENXIO):
                 raise SavedRefused(name, "it is not a regular file") from None
             raise OsFailure(f"opening saved file {name}: {error.strerror}", name=name, errno=error.errno) from error
-        status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
-            return fd
-        os.close(fd)
-        raise SavedRefused(name, "it is not a regular file of the daemon's uid with one name")
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+                raise SavedRefused(name, "it is not a regular file of the daemon's uid with one name")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     @contextmanager
     def replace(self, name: str, nbytes: int) -> Iterator[int]:
