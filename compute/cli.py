@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from compute.history import History
+from compute.kernels.choice import KERNELS
 from compute.model import tokenizer
 from compute.worker import HistorySettings, Worker
 from protocol.errors import InvalidValue, KvdError
@@ -112,6 +113,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--seed", type=int, default=0, help="seed of random weights (default %(default)s)")
     add("--encoding", choices=sorted(ENCODINGS), default="q8g64", help="row encoding (default %(default)s)")
     add("--hot-rows", type=int, default=2048, metavar="N", help="slots of each group's hot cache (default %(default)s)")
+    add("--kernels", choices=KERNELS, help="which kernels (default: triton on a GPU, reference on a CPU)")
     add("--ring-pages", type=int, default=8, metavar="N", help="newest pages kept in VRAM (default %(default)s)")
     add("--chunk", type=int, default=256, metavar="N", help="tokens prefilled at a time (default %(default)s)")
     add("--session", default="default", metavar="NAME", help="name of the session in the daemon (default %(default)s)")
@@ -259,7 +261,9 @@ def _open_history(worker: Worker, arguments: argparse.Namespace, prompt: list[in
     tokens = worker.prompt_tokens(prompt)
     limit = len(tokens) + arguments.tokens
     capacity = arguments.max_tokens or max(limit, 8 * PAGE_TOKENS)
-    settings = HistorySettings(arguments.mode, capacity, arguments.hot_rows, arguments.ring_pages, arguments.session)
+    settings = HistorySettings(
+        arguments.mode, capacity, arguments.hot_rows, arguments.ring_pages, arguments.session, arguments.kernels
+    )
     if not arguments.resume:
         history = worker.history(settings)
         if history.session:

@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compute.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--text", type=Path, help="text to read (default: the project's own documentation)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default %(default)s)")
+    parser.add_argument("--kernels", help="which kernels, as kvd-worker generate names them (default: by device)")
     parser.add_argument("--tokens", type=int, default=DECODE_TOKENS, help="tokens to decode (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     arguments = parser.parse_args(argv)
@@ -112,6 +113,8 @@ def _generate(run_dir: Path, text: Path, mode: str, arguments: argparse.Namespac
         str(arguments.tokens),
     ]
     command += ["--device", arguments.device, "--hot-rows", str(HOT_ROWS), "--session", "demo"]
+    if arguments.kernels:
+        command += ["--kernels", arguments.kernels]
     if mode == "offloaded":
         command.append("--negative-control")
     # Threads that spin at barriers stall each other for whole time slices where other processes want the cores.

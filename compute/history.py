@@ -22,7 +22,8 @@ from compute.copyback import Copyback
 from compute.homes import Home
 from compute.hot_cache import HotCaches
 from compute.index_keys import KeyBlocks
-from compute.kernels.kernel_set import KernelSet, ReferenceKernels
+from compute.kernels.choice import KernelsName, default_kernels, make_kernels
+from compute.kernels.kernel_set import KernelSet
 from compute.kernels.state import CURSOR, LENGTH, MISSES, NO_RING, RING_FIRST, PageMap
 from compute.session import HostSession
 from protocol.errors import CopybackLag, InvalidValue
@@ -47,6 +48,7 @@ class History:
         ring_pages: int,
         caches: HotCaches | None,
         session: HostSession | None,
+        kernels: KernelsName | None = None,
     ) -> None:
         self.format = page_format
         self.max_tokens = round_up(max_tokens, PAGE_TOKENS)
@@ -94,7 +96,14 @@ class History:
             page_format,
         )
         groups = caches.groups if caches else []
-        self._kernels: KernelSet = ReferenceKernels(attachment.memory, self.map, groups, topk)
+        name = kernels or default_kernels(attachment.device.torch_device.type)
+        try:
+            self._kernels: KernelSet = make_kernels(name, attachment.memory, self.map, groups, topk)
+        except BaseException:
+            if self._ring:
+                self._ring.free()
+            self._tables.free()
+            raise
         self._key_blocks: list[list[int]] = []
         self.copyback = Copyback(attachment.device, self._publish)
 

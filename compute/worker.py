@@ -24,6 +24,7 @@ from compute.history import History
 from compute.homes import ResidentPages
 from compute.hot_cache import HotCaches
 from compute.index_keys import KeyBlocks
+from compute.kernels.choice import KernelsName
 from compute.model.decoder import Decoder
 from compute.model.weights import load_weights, random_weights
 from compute.session import HostSession
@@ -38,13 +39,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class HistorySettings:
-    """How a history is kept. ``hot_rows`` and ``ring_pages`` serve the offloaded mode only."""
+    """How a history is kept. ``hot_rows`` and ``ring_pages`` serve the offloaded mode only.
+
+    Without ``kernels``, the device decides which.
+    """
 
     mode: Mode
     max_tokens: int
     hot_rows: int = 32768
     ring_pages: int = 8
     name: str = "default"
+    kernels: KernelsName | None = None
 
 
 class Worker:
@@ -224,6 +229,7 @@ class Worker:
                 ring_pages=settings.ring_pages,
                 caches=caches,
                 session=session,
+                kernels=settings.kernels,
             )
             undo.pop_all()
         return history
