@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -157,3 +159,18 @@ def test_drain_and_save_then_start_and_go_on(run_dir: Path) -> None:
                 client.save_session(name)
                 assert content(run_dir, name) == [f"{name} {page}" for page in range(PAGES)]
         assert process.stop() == 0
+
+
+def test_the_daemon_answers_while_it_saves(daemon: DaemonProcess) -> None:
+    """Several sessions are saved at once by clients that wait; another one is answered in between."""
+    with Writer(daemon.run_dir) as client, ThreadPoolExecutor(3) as pool:
+        for name in "abc":
+            client.store(name)
+        saves = [pool.submit(kvd, daemon, "save", name) for name in "abc"]
+        answered = 0
+        while not all(save.done() for save in saves):
+            client.stat()
+            answered += 1
+            time.sleep(0.01)
+        assert answered > 3
+        assert [save.result().returncode for save in saves] == [0, 0, 0]
