@@ -21,8 +21,8 @@ Step = Callable[[], Any]
 Job = Generator[Step, Any, Reply]
 Finished = Callable[[Reply | Exception], None]
 
-MOST_JOBS = 256
-"""Jobs that are under way or wait for a thread."""
+MOST_JOBS = 64
+"""Jobs that are under way or wait for a thread; each may have two files open."""
 THREADS = 2
 
 
@@ -43,10 +43,7 @@ class Jobs:
         return len(self._under_way)
 
     def start(self, job: Job, finished: Finished) -> None:
-        """Run ``job``; ``finished`` gets its reply or error, at once or later. Raises `InvalidValue` for too many."""
-        if len(self._under_way) >= MOST_JOBS:
-            job.close()
-            raise InvalidValue("requests under way", len(self._under_way) + 1, f"at most {MOST_JOBS}")
+        """Run ``job``; ``finished`` gets its reply or error, at once or later. One too many is an `InvalidValue`."""
         self._under_way[job] = finished
         self._advance(job, job.__next__)
 
@@ -78,6 +75,11 @@ class Jobs:
         except Exception as error:  # noqa: BLE001 - the job's failure is its answer
             self._under_way.pop(job)(error)
         else:
+            count = len(self._under_way)
+            if count > MOST_JOBS:  # this one has only begun
+                job.close()
+                self._under_way.pop(job)(InvalidValue("requests under way", count, f"at most {MOST_JOBS}"))
+                return
             self._threads.submit(step).add_done_callback(lambda future: self._step_ended(job, future))
 
     def _step_ended(self, job: Job, future: Future[Any]) -> None:

@@ -24,7 +24,14 @@ SPEC = (Path(messages.__file__).parent / "SPEC.md").read_text()
 STRUCTURES = {
     cls.__name__: cls
     for cls in (
-        *(handles.LeaseRef, handles.SharedMemory, handles.DeviceMemory, handles.Extent, messages.DeviceInfo, messages.SavedSession),
+        *(
+            handles.LeaseRef,
+            handles.SharedMemory,
+            handles.DeviceMemory,
+            handles.Extent,
+            messages.DeviceInfo,
+            messages.SavedSession,
+        ),
         *(stats.NodeStats, stats.TierStats, stats.PurposeStats, stats.LeaseStats, stats.SessionStats),
     )
 }
