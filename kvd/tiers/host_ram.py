@@ -302,6 +302,9 @@ class HostRam:
         """Indices of frames in use, by extent and holder. Raises `UnknownHandle` for one not in use or given twice."""
         found: defaultdict[tuple[Extent, Holding], list[int]] = defaultdict(list)
         seen: set[int] = set()
+        # Frames come in runs of one extent and holder: those are looked up once, for a session may have 16,384 frames.
+        run: tuple[Extent, Holding] | None = None
+        indices: list[int] = []
         for frame in frames:
             number, index = frame_extent(frame), frame_index(frame)
             extent = self._extents[number] if 0 <= number < len(self._extents) else None
@@ -309,7 +312,10 @@ class HostRam:
             if extent is None or holding is None or frame in seen:
                 raise UnknownHandle(f"frame {frame} (extent {number}, index {index}) is not in use", handle=frame)
             seen.add(frame)
-            found[extent, holding].append(index)
+            if run is None or run[0] is not extent or run[1] is not holding:
+                run = extent, holding
+                indices = found[run]
+            indices.append(index)
         return found
 
     def _extent(self, number: int) -> Extent:
