@@ -1,11 +1,11 @@
 """Serves metrics and probes over HTTP, on loopback or a UNIX socket, in threads of its own.
 
 A scrape asks the loop for a snapshot, at most once a second however many ask; turning it into text happens here. So a
-scrape costs the loop what one ``kvd-stat`` costs it, and a client that hangs costs it nothing.
+scrape costs the loop less than one ``kvd-stat``, and a client that hangs costs it nothing.
 
 | path | 200 | 503 |
 |---|---|---|
-| ``/metrics`` | the metrics | not serving yet, or the loop gives no answer |
+| ``/metrics`` | the metrics, as Prometheus text | not serving yet, or the loop gives no answer |
 | ``/healthz`` | starting, or the loop answers and the books add up | otherwise |
 | ``/readyz`` | the daemon takes new work | starting, draining, or not healthy |
 """
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvd.logs import Log
 from kvd.loop import Loop
-from kvd.metrics import Snapshot, families, take_snapshot
+from kvd.metrics import Snapshot, families, session_text, take_snapshot
 from kvd.node import BALANCED, Node
 from kvd.settings import UNIX
 from kvd.stall_watch import StallWatch
@@ -209,11 +209,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n")
 
     def _metrics(self) -> None:
-        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+        snapshot = self.server.exchange.snapshot()
         registry = CollectorRegistry()
-        registry.register(_Families(self.server.exchange.snapshot()))
+        registry.register(_Families(snapshot))
         ProcessCollector(registry=registry)
-        self._send(HTTPStatus.OK, encode(registry), content_type)
+        text = generate_latest(registry) + session_text(snapshot.stats.sessions).encode()
+        self._send(HTTPStatus.OK, text, CONTENT_TYPE_PLAIN_0_0_4)
 
     def _health(self) -> None:
         if not self.server.exchange.is_open:

@@ -49,6 +49,7 @@ class Node:
         self._log = log
         self._started = time.monotonic()
         self.draining = False
+        self.verdict = BALANCED
         self.drain: Callable[[bool], None] = lambda _: None
         """Has the daemon drain and stop; with True, when every session is on disk. Set by whoever runs the loop."""
         self.counters = Counters()
@@ -147,8 +148,10 @@ class Node:
             self.ledger.check()
         except LedgerMismatch as error:
             self._log.error("ledger does not add up", arithmetic=error.message)
-            return error.message
-        return BALANCED
+            self.verdict = error.message
+        else:
+            self.verdict = BALANCED
+        return self.verdict
 
     def close(self) -> None:
         """Give everything back, whoever holds it."""

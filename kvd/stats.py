@@ -25,8 +25,11 @@ class _Sums:
                 sums[1] += entry.balance.committed
 
 
-def node_stats(node: Node) -> NodeStats:
-    """Everything, checked: the ledger against what the system says, the sessions against their memory."""
+def node_stats(node: Node, *, recheck: bool = True) -> NodeStats:
+    """Everything, checked: the ledger against what the system says, the sessions against their memory.
+
+    Without ``recheck`` the verdict, and what workers have published, are those of the last check.
+    """
     sums = _Sums(node.ledger)
     return NodeStats(
         schema=STATS_SCHEMA,
@@ -35,7 +38,7 @@ def node_stats(node: Node) -> NodeStats:
         pid=os.getpid(),
         uptime_s=round(node.uptime_s, 3),
         draining=node.draining,
-        ledger=node.check(),
+        ledger=node.check() if recheck else node.verdict,
         tiers=[_tier(node.ledger, tier) for tier in node.ledger.tiers()],
         leases=[_lease(node, lease, *sums.by_lease[lease.number]) for lease in node.leases],
         sessions=[_session(session, *sums.by_session[session.number]) for session in node.sessions],

@@ -105,7 +105,7 @@ class CudaDriver:
         cuda = self._cuda
         device = self._call(NoDevice, cuda.cuDeviceGet, ordinal)
         name = f"GPU-{uuid.UUID(bytes=bytes(self._call(NoDevice, cuda.cuDeviceGetUuid, device).bytes))}"
-        model = self._call(NoDevice, cuda.cuDeviceGetName, 256, device).rstrip(b"\0").decode()
+        model = self._call(NoDevice, cuda.cuDeviceGetName, 256, device).split(b"\0")[0].decode()
         exports = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
         if not self._call(NoDevice, cuda.cuDeviceGetAttribute, exports, device):
             raise NoDevice(f"{name} ({model}) cannot export memory as a file descriptor", device=name)
