@@ -5,26 +5,48 @@ An extent is mapped (and registered with the GPU) once per process, whatever the
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
 from compute.client import Client
 from compute.device import Device, Mapping
 from compute.kernels.memory import Memory
-from protocol.errors import NoDevice
-from protocol.handles import DevicePurpose, Extent
+from protocol.errors import DaemonUnavailable, NoDevice
+from protocol.handles import DeviceMemory, DevicePurpose, Extent
+
+
+class Reattachable(Protocol):
+    """A session of this process."""
+
+    def reattach(self) -> set[int]:
+        """Hold on to it after the daemon was started again; returns the numbers of the extents of its pages."""
 
 
 class DeviceBuffer:
     """VRAM on the books of the daemon: ``tensor`` is uint8 [committed bytes], zero when new."""
 
-    def __init__(self, attachment: Attachment, handle: int, mapping: Mapping) -> None:
+    def __init__(
+        self, attachment: Attachment, memory: DeviceMemory, purpose: DevicePurpose, session: int, fd: int
+    ) -> None:
+        """Maps ``fd``, and keeps it: an imported handle cannot be exported again, and a restarted daemon wants it."""
         self._attachment = attachment
-        self._mapping = mapping
-        self.handle = handle
+        self._memory = memory
+        self._purpose: DevicePurpose = purpose
+        self._session = session
+        self._fd = fd
+        _kept_descriptors.add(fd)
+        try:
+            self._mapping: Mapping = attachment.device.map_device(os.dup(fd), memory.committed)
+        except BaseException:
+            self._close_descriptor()
+            raise
+        mapping = self._mapping
+        self.handle = memory.handle
         self.tensor: torch.Tensor = mapping.tensor
         self.address = mapping.address
 
@@ -36,6 +58,18 @@ class DeviceBuffer:
         """Unmap it; it stays on the books until the lease ends."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._mapping.close()
+        self._close_descriptor()
+
+    def hand_over(self) -> None:
+        """Have it on the books of a daemon that was started again."""
+        memory = self._memory
+        self.handle = self._attachment.client.hand_over(
+            self._fd, memory.device, memory.requested, memory.committed, self._purpose, self._session
+        )
+
+    def _close_descriptor(self) -> None:
+        _kept_descriptors.discard(self._fd)
+        os.close(self._fd)
 
 
 class Attachment:
@@ -55,32 +89,53 @@ class Attachment:
         """Time spent mapping and registering host RAM."""
         self.attached_bytes = 0
         """Host RAM mapped and registered."""
+        self.sessions: list[Reattachable] = []
+        """The sessions that this process holds."""
+        self.on_loss: Callable[[DaemonUnavailable], None] | None = None
+        """What is done when the daemon goes away, rather than to raise `DaemonUnavailable`."""
         self._extents: dict[int, Mapping] = {}
-        self._buffers: dict[int, DeviceBuffer] = {}
+        self._buffers: list[DeviceBuffer] = []
+
+    def daemon_lost(self, error: DaemonUnavailable) -> None:
+        """Return when another daemon has taken the place of the one that ``error`` is about; raises it otherwise."""
+        if self.on_loss is None:
+            raise error
+        self.on_loss(error)
 
     def allocate(self, nbytes: int, purpose: DevicePurpose, session: int = 0) -> DeviceBuffer:
         """Take at least ``nbytes`` of the device's VRAM and map it."""
+        try:
+            return self._allocate(nbytes, purpose, session)
+        except DaemonUnavailable as error:
+            self.daemon_lost(error)
+        return self._allocate(nbytes, purpose, session)
+
+    def _allocate(self, nbytes: int, purpose: DevicePurpose, session: int) -> DeviceBuffer:
         memory = self.client.allocate_device(self.device.uuid, nbytes, purpose, session)
         try:
-            mapping = self.device.map_device(self.client.claim(memory), memory.committed)
+            buffer = DeviceBuffer(self, memory, purpose, session, self.client.claim(memory))
         except BaseException:
             self.client.free_device(memory.handle)
             raise
-        buffer = DeviceBuffer(self, memory.handle, mapping)
-        self._buffers[memory.handle] = buffer
+        self._buffers.append(buffer)
         self.memory.add(buffer.tensor, buffer.address)
         return buffer
 
     def free(self, buffer: DeviceBuffer) -> None:
         """Unmap ``buffer`` and give it back."""
-        del self._buffers[buffer.handle]
+        self._buffers.remove(buffer)
         self.memory.remove(buffer.address)
         buffer.unmap()
-        self.client.free_device(buffer.handle)
+        try:
+            self.client.free_device(buffer.handle)
+        except DaemonUnavailable as error:
+            self.daemon_lost(error)  # what is not handed over to the next daemon is on nobody's books
 
     def adopt(self, extents: list[Extent]) -> None:
         """Map the extents that a reply brought. The daemon names each extent once per lease."""
         for extent in extents:
+            if extent.number in self._extents:
+                continue  # reattached: it has been mapped since before the daemon was started again
             start = time.perf_counter()
             fd = self.client.claim(extent.memory)
             mapping = self.device.map_shared(fd, extent.memory.nbytes)
@@ -93,11 +148,20 @@ class Attachment:
         """The mapping of an extent that `adopt` has mapped."""
         return self._extents[number]
 
+    def hand_over(self, extents: set[int]) -> None:
+        """Go on with a daemon that was started again: hand VRAM over, unmap what is not one of ``extents`` any more."""
+        for buffer in self._buffers:
+            buffer.hand_over()
+        for number in self._extents.keys() - extents:
+            mapping = self._extents.pop(number)
+            self.memory.remove(mapping.address)
+            mapping.close()
+
     def close(self) -> None:
         """Unmap everything. No kernel or copy may be in flight."""
         self.device.synchronize()
         self.memory = Memory()
-        for buffer in self._buffers.values():
+        for buffer in self._buffers:
             buffer.unmap()
         self._buffers.clear()
         for mapping in self._extents.values():
@@ -109,3 +173,15 @@ class Attachment:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+_kept_descriptors: set[int] = set()
+
+
+def _close_descriptors() -> None:
+    for fd in _kept_descriptors:
+        os.close(fd)
+
+
+# A forked child must not keep its parent's VRAM.
+os.register_at_fork(after_in_child=_close_descriptors)

@@ -31,12 +31,25 @@ class Client:
     """A lease on the node's daemon. Not for use from several threads at once.
 
     Raises `DaemonUnavailable` where nothing answers at ``run_dir`` within ``timeout_s``. Every verb raises the typed
-    error that the daemon replied with; after `DaemonUnavailable` the client is of no further use.
+    error that the daemon replied with; after `DaemonUnavailable` the client is of no use before `reconnect`.
     """
 
     def __init__(self, run_dir: Path | str, *, name: str = "worker", timeout_s: float = 30.0) -> None:
         self.run_dir = Path(run_dir)
+        self._name = name
         self._timeout_s = timeout_s
+        self._connect()
+
+    def reconnect(self) -> None:
+        """Have another lease, on the daemon that answers now. The earlier one is of no more use.
+
+        Raises `DaemonUnavailable` where none answers; it can be tried again.
+        """
+        self.close()
+        self._connect()
+
+    def _connect(self) -> None:
+        name = self._name
         self._seq = 0
         self._handles = self._connect_handles(self.run_dir / HANDLE_SOCKET)
         _lease_connections.add(self._handles)
@@ -99,6 +112,10 @@ class Client:
         return self._ask(
             lambda seq: messages.OpenSession(seq, self.lease, name, fingerprint, encoding), messages.SessionOpened
         )
+
+    def reattach_session(self, name: str) -> messages.SessionOpened:
+        """Hold on to a session of this process, after the daemon was started again."""
+        return self._ask(lambda seq: messages.ReattachSession(seq, self.lease, name), messages.SessionOpened)
 
     def extend_session(self, session: int, generation: int, pages: int) -> messages.PagesChanged:
         """Add pages at the session's end."""
@@ -165,6 +182,20 @@ class Client:
             raise BadMessage(f"the daemon answered a claim of handle {memory.handle} with {reply}")
         return fds[0]
 
+    def hand_over(
+        self, fd: int, device: str, requested: int, committed: int, purpose: DevicePurpose, session: int = 0
+    ) -> int:
+        """Give the daemon VRAM of an earlier run of it, by the descriptor that was claimed; returns its new handle."""
+        packet = messages.HandOver(device, requested, committed, purpose, session)
+        try:
+            socket.send_fds(self._handles, [codec.encode_handle(packet)], [fd])
+        except OSError as error:
+            raise self._lease_lost(error) from None
+        reply, _ = self._receive_packet()
+        if not isinstance(reply, messages.HandedOver):
+            raise BadMessage(f"the daemon answered the handing over of device memory with {reply}")
+        return reply.handle
+
     # Transport
 
     def _ask(
@@ -174,8 +205,14 @@ class Client:
         self._seq += 1
         request = build(self._seq)
         self._control.send(codec.encode(request))
+        poller = zmq.Poller()
+        poller.register(self._control, zmq.POLLIN)
+        poller.register(self._handles.fileno(), zmq.POLLIN)  # nothing comes unasked but the end of the lease
         while True:
-            if not self._control.poll(int(timeout_s * 1000)):
+            ready = dict(poller.poll(int(timeout_s * 1000)))
+            if self._handles.fileno() in ready and self._control not in ready:
+                raise self._lease_lost(None)
+            if not ready:
                 raise DaemonUnavailable(
                     f"no answer from {self.run_dir / CONTROL_SOCKET} within {timeout_s:g} s",
                     socket=str(self.run_dir / CONTROL_SOCKET),

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from compute.attach import Attachment
 from protocol import session_state
 from protocol.daemon_block import read_daemon_block
-from protocol.errors import SessionDamaged
+from protocol.errors import DaemonUnavailable, SessionBusy, SessionDamaged, UnknownSession
 from protocol.handles import SharedMemory
 from protocol.layout import PAGE_TOKENS, PageFormat
 from protocol.messages import PagesChanged, SessionOpened
@@ -36,6 +38,7 @@ class HostSession:
         layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
         self.token_capacity = header.token_capacity
         self.state = WorkerBlock(memoryview(self._worker_map), layout, self.number)
+        attachment.sessions.append(self)
 
     @classmethod
     def create(
@@ -112,7 +115,13 @@ class HostSession:
 
     def extend(self, pages: int) -> None:
         """Add pages at the end."""
-        self._changed(self.attachment.client.extend_session(self.number, self.generation, pages))
+        target = self.page_count + pages
+        while self.page_count < target:
+            missing = target - self.page_count
+            try:
+                self._changed(self.attachment.client.extend_session(self.number, self.generation, missing))
+            except DaemonUnavailable as error:
+                self.attachment.daemon_lost(error)
 
     def truncate(self, tokens: int) -> None:
         """Keep ``tokens`` tokens: the commit record and the token log move back, pages past the end go.
@@ -125,7 +134,12 @@ class HostSession:
         self.state.logical_rows = min(self.state.logical_rows, tokens)
         self.state.truncate_tokens(min(self.state.token_count, tokens))
         pages = -(-tokens // PAGE_TOKENS)
-        self._changed(self.attachment.client.truncate_session(self.number, self.generation, pages))
+        before = self.generation
+        while self.generation == before:
+            try:
+                self._changed(self.attachment.client.truncate_session(self.number, before, pages))
+            except DaemonUnavailable as error:
+                self.attachment.daemon_lost(error)
 
     def publish_commit(self, rows: int, payload: bytes = b"") -> None:
         """Publish that rows below ``rows`` are in host RAM. Call only after their copies are done."""
@@ -135,21 +149,38 @@ class HostSession:
     def commit(self) -> Commit:
         return self.state.commit
 
+    def reattach(self) -> set[int]:
+        """Hold on to it after the daemon was started again; returns the numbers of the extents of its pages."""
+        opened = self.attachment.client.reattach_session(self.name)
+        self.attachment.adopt(opened.extents)
+        self.generation = opened.generation
+        _, self._frames = read_daemon_block(memoryview(self._daemon_map))
+        return {extent.number for extent in opened.extents}
+
     def detach(self) -> None:
         """Let go of the session; it stays stored. No copy to its pages may be in flight."""
-        self.unmap()
-        self.attachment.client.detach_session(self.number, self.generation)
+        self._let_go(self.attachment.client.detach_session)
 
     def close(self) -> None:
         """End the session and give its memory back. No copy to its pages may be in flight."""
-        self.unmap()
-        self.attachment.client.close_session(self.number, self.generation)
+        self._let_go(self.attachment.client.close_session)
 
     def unmap(self) -> None:
         """Let go of the state blocks' mappings."""
+        self.attachment.sessions.remove(self)
         self.state.release()
         self._worker_map.close()
         self._daemon_map.close()
+
+    def _let_go(self, verb: Callable[[int, int], None]) -> None:
+        self.unmap()
+        try:
+            verb(self.number, self.generation)
+        except DaemonUnavailable as error:
+            self.attachment.daemon_lost(error)
+            with suppress(UnknownSession, SessionBusy):  # it was done before the daemon went
+                opened = self.attachment.client.reattach_session(self.name)
+                verb(opened.session, opened.generation)
 
     def _changed(self, reply: PagesChanged) -> None:
         self.attachment.adopt(reply.extents)

@@ -27,11 +27,13 @@ from compute.index_keys import KeyBlocks
 from compute.kernels.choice import KernelsName
 from compute.model.decoder import Decoder
 from compute.model.weights import load_weights, random_weights
+from compute.recovery import Recovery
 from compute.session import HostSession
-from protocol.errors import InvalidValue, SessionDamaged
+from protocol.errors import DaemonUnavailable, InvalidValue, SessionDamaged
 from protocol.layout import PAGE_TOKENS, Encoding, round_up
 from protocol.model import ModelConfig
 from protocol.prefix import chain_start, extend_chain
+from protocol.stats import NodeStats
 
 Mode = Literal["resident", "offloaded"]
 Progress = Callable[[int, int], None]
@@ -55,7 +57,8 @@ class HistorySettings:
 class Worker:
     """A model, a device and a lease. Raises `NoDevice`, `DaemonUnavailable` or `InvalidValue` where one is missing.
 
-    Weights come from ``weights`` (a safetensors file or folder), else they are random, from ``seed``.
+    Weights come from ``weights`` (a safetensors file or folder), else they are random, from ``seed``. When the daemon
+    goes away, calls that need it raise `DaemonUnavailable` after ``daemon_wait_s`` without another one.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Worker:
         *,
         seed: int = 0,
         weights: Path | None = None,
+        daemon_wait_s: float = 0.0,
     ) -> None:
         self.config = config
         self.device = open_device(device)
@@ -81,6 +85,8 @@ class Worker:
         except BaseException:
             self.client.close()
             raise
+        if daemon_wait_s:
+            self.attachment.on_loss = Recovery(self.attachment, daemon_wait_s)
         self._keys = KeyBlocks(self.attachment, self.format)
 
     def history(self, settings: HistorySettings) -> History:
@@ -182,6 +188,14 @@ class Worker:
         hidden = self.decoder.forward(ids, positions, history)
         history.finish(positions, hidden)
         return hidden
+
+    def stat(self) -> NodeStats:
+        """The daemon's statistics."""
+        try:
+            return self.client.stat()
+        except DaemonUnavailable as error:
+            self.attachment.daemon_lost(error)
+        return self.client.stat()
 
     def prompt_tokens(self, tokens: Sequence[int]) -> list[int]:
         """``tokens``, or the BOS token where there are none."""

@@ -91,9 +91,9 @@ def test_several_frames_are_refused(daemon: DaemonProcess, peer: RawPeer) -> Non
 
 def test_hello_comes_first_and_in_a_known_version(daemon: DaemonProcess) -> None:
     with RawPeer(daemon.run_dir, greet=False) as raw:
-        assert refuse(daemon, lambda: raw.ask(Stat(1)), "unsupported_version").facts["supported"] == "1.0 to 1.0"
+        assert refuse(daemon, lambda: raw.ask(Stat(1)), "unsupported_version").facts["supported"] == "1.0 to 1.1"
         reply = refuse(daemon, lambda: raw.ask(Hello(1, 99, 0, "future")), "unsupported_version")
-        assert reply.facts == {"asked": "99.0", "supported": "1.0 to 1.0"}
+        assert reply.facts == {"asked": "99.0", "supported": "1.0 to 1.1"}
         refuse(daemon, lambda: raw.ask(Stat(2)), "unsupported_version")
         refuse(daemon, lambda: raw.ask_handle(LeaseOpen(2, 0, "future"))[0], "unsupported_version")
         refuse(daemon, lambda: raw.ask_handle(LeaseOpen(1, 0, "a\nb"))[0], "invalid_value")

@@ -53,6 +53,9 @@ class CountingDriver:
         self.created.append(size)
         return block
 
+    def adopt(self, device: str, fd: int, nbytes: int) -> DeviceBlock:
+        raise AssertionError("not called")
+
     def release(self, block: DeviceBlock) -> None:
         if self.refuse_release:
             raise OsFailure("refused")
