@@ -145,15 +145,15 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     key_start = tl.load(addresses + row * k + key, mask=key < k, other=0)
     at_head = row * heads + head[:, None]
     rope_query = tl.load(query_rope + at_head * 64 + dim[None, :], mask=present, other=0.0)
-    queries = ()
+    queries = tl.tuple(())
     for c in tl.static_range(2):
         queries += (tl.load(query_latent + at_head * 512 + c * 256 + wide[None, :], mask=present, other=0.0),)
     filled = start != 0
     start += layer_offset
     values = tl.multiple_of(start.to(tl.pointer_type(tl.int8))[:, None] + dim[None, :], [1, 16])
     scales = (start + _SCALES_OFFSET).to(tl.pointer_type(tl.bfloat16))
-    groups = ()
-    group_scales = ()
+    groups = tl.tuple(())
+    group_scales = tl.tuple(())
     for g in tl.static_range(8):
         group = tl.multiple_of(values + g * 64, [1, 16])
         groups += (tl.load(group, mask=filled[:, None], other=0),)
@@ -163,9 +163,9 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     rope = tl.load(tl.multiple_of(ropes, [1, 16]), mask=valid[:, None], other=0.0)
 
     dots = tl.dot(rope.to(tl.float16), tl.trans(rope_query.to(tl.float16)))  # [KEYS, HEADS]
-    latents = ()
+    latents = tl.tuple(())
     for c in tl.static_range(2):
-        halves = ()
+        halves = tl.tuple(())
         for g in tl.static_range(4):
             scale_of_group = tl.broadcast_to(group_scales[4 * c + g][:, None], [KEYS, 64])
             halves += (scaled_halves(groups[4 * c + g], scale_of_group, PTX),)
@@ -205,9 +205,9 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     dim = n // 64 * 64 + n // 2 % 4 * 16 + n // 8 % 8 * 2 + n % 2  # of operand column n
     await_kernel_before(OVERLAPPED)
     first = row * SPLITS * heads + head
-    tops = ()
-    totals = ()
-    results = ()
+    tops = tl.tuple(())
+    totals = tl.tuple(())
+    results = tl.tuple(())
     best = -float("inf")
     for split in tl.static_range(SPLITS):
         at = first + split * heads

@@ -172,17 +172,17 @@ def _score_kernel(  # type: ignore[no-untyped-def]
     query_low = _query_operand((low * down).to(tl.float16), N)
     query_high = _query_operand((high * down).to(tl.float16), N)
 
-    best = ()
-    ahead = ()
+    best = tl.tuple(())
+    ahead = tl.tuple(())
     for b in tl.static_range(BLOCKS):
         best += (tl.full([64, ROWS], _NO_SCORE, tl.int32),)
         ahead += (tl.load(table + tl.minimum(place + b, blocks - 1)),)
     line = tl.minimum(tl.arange(0, 128), (_SCALES_OFFSET + 255) // 128) * 128
     first = place
     while first < blocks:
-        keys = ()
-        scales = ()
-        coming = ()
+        keys = tl.tuple(())
+        scales = tl.tuple(())
+        coming = tl.tuple(())
         for b in tl.static_range(BLOCKS):
             block = tl.multiple_of(ahead[b].to(tl.pointer_type(tl.uint8)) + in_block, [16, 16])
             keys += (tl.load(block, eviction_policy="evict_first"),)
@@ -194,7 +194,7 @@ def _score_kernel(  # type: ignore[no-untyped-def]
             for b in tl.static_range(BLOCKS):
                 prefetch_lines(coming[b] + line, PTX)
         ahead = coming
-        better = ()
+        better = tl.tuple(())
         for b in tl.static_range(BLOCKS):
             token = (first + b) * 64 + key
             dots = tl.dot(_key_operand(keys[2 * b], PTX), query_low)
