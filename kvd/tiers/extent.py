@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvd.alloc.ledger import Account
 from kvd.tiers.segment import Segment
+from protocol.errors import UnknownHandle
 
 UNKNOWN_UID = -1
 """Whose bytes a segment has that an earlier run left: nobody's who asks, so it is made anew before it is used."""
@@ -119,6 +120,24 @@ class Extent:
     def holding(self, index: int) -> Holding | None:
         """Who holds the frame: None for one that is free or not there."""
         return self._holdings[index] if 0 <= index < len(self._holdings) else None
+
+    def by_holding(self, indices: list[int]) -> list[tuple[Holding, list[int]]]:
+        """``indices`` in runs of one holder. Raises `UnknownHandle` for one that is not in use or given twice."""
+        groups: list[tuple[Holding, list[int]]] = []
+        count, seen = len(self._holdings), set[int]()
+        last: Holding | None = None
+        for index in indices:
+            holding = self._holdings[index] if index < count else None
+            if holding is None or index in seen:
+                frame = self.number << 32 | index
+                raise UnknownHandle(f"frame {frame} (extent {self.number}, index {index}) is not in use", handle=frame)
+            seen.add(index)
+            if holding is not last:
+                last = holding
+                groups.append((holding, []))
+                append = groups[-1][1].append
+            append(index)
+        return groups
 
     def holdings(self) -> Iterator[Holding]:
         """Of each frame in use."""

@@ -300,22 +300,17 @@ class HostRam:
 
     def _look_up(self, frames: Iterable[int]) -> dict[tuple[Extent, Holding], list[int]]:
         """Indices of frames in use, by extent and holder. Raises `UnknownHandle` for one not in use or given twice."""
-        found: defaultdict[tuple[Extent, Holding], list[int]] = defaultdict(list)
-        seen: set[int] = set()
-        # Frames come in runs of one extent and holder: those are looked up once, for a session may have 16,384 frames.
-        run: tuple[Extent, Holding] | None = None
-        indices: list[int] = []
-        for frame in frames:
-            number, index = frame_extent(frame), frame_index(frame)
-            extent = self._extents[number] if 0 <= number < len(self._extents) else None
-            holding = extent.holding(index) if extent is not None else None
-            if extent is None or holding is None or frame in seen:
-                raise UnknownHandle(f"frame {frame} (extent {number}, index {index}) is not in use", handle=frame)
-            seen.add(frame)
-            if run is None or run[0] is not extent or run[1] is not holding:
-                run = extent, holding
-                indices = found[run]
-            indices.append(index)
+        by_extent: defaultdict[int, list[int]] = defaultdict(list)
+        for frame in frames:  # a session may have 16,384: what is done for each is as little as can be
+            by_extent[frame >> 32].append(frame & 0xFFFFFFFF)
+        found: dict[tuple[Extent, Holding], list[int]] = {}
+        for number, indices in by_extent.items():
+            if not 0 <= number < len(self._extents):
+                frame = number << 32 | indices[0]
+                raise UnknownHandle(f"frame {frame} (extent {number}) is not in use", handle=frame)
+            extent = self._extents[number]
+            for holding, chosen in extent.by_holding(indices):
+                found.setdefault((extent, holding), []).extend(chosen)
         return found
 
     def _extent(self, number: int) -> Extent:
