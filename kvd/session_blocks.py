@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from kvd.tiers.segment import Segment, create_segments
 from protocol.daemon_block import daemon_block_bytes, first_writes, switch_writes
@@ -105,7 +105,8 @@ class SessionBlocks:
     def destroy(self) -> None:
         """Give the memory back at once. Whoever still maps a block must not touch it any more."""
         for fd, segment in ((self._daemon_fd, self.daemon), (self._worker_fd, self.worker)):
-            os.ftruncate(fd, 0)
+            with suppress(OSError):  # then its pages go when the last process that maps them does
+                os.ftruncate(fd, 0)
             segment.destroy()
         self._close()
 

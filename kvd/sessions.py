@@ -362,8 +362,8 @@ class Sessions:
         self.hand_over(session, None)
         try:
             session.rewrite(session.frames, holder_pid=0, holder_start=0)
-        except OsFailure as error:  # the daemon's own uid cut the block, and the mount is full
-            session.damage = session.damage or error.message
+        except OsFailure as error:  # it goes on naming a holder that let go, until the next one is written
+            self._log.warning("session's block not written", session=session.number, reason=error.message)
 
     def end(self, session: Session) -> None:
         """Forget the session and give its memory back."""

@@ -34,6 +34,7 @@ from tests.blackbox.daemon_process import DaemonProcess
 from tests.blackbox.raw import FINGERPRINT, RawPeer, read_fd
 from tests.blackbox.test_worker_death import open_session, wait_until
 from tests.blackbox.worker_process import PAGE_BYTES, TOKEN_CAPACITY, WorkerProcess, publish
+from tests.torture.restart import run_rounds
 
 
 @pytest.fixture
@@ -247,3 +248,11 @@ def test_extents_are_taken_as_they_are(run_dir: Path, restart: Restart) -> None:
     inodes = {name: Path(name).stat().st_ino for name in daemon.segments}
     daemon = restart()
     assert {name: Path(name).stat().st_ino for name in daemon.segments} == inodes
+
+
+@pytest.mark.slow
+def test_daemons_killed_at_any_point_under_a_worker() -> None:
+    """``make torture`` runs many more rounds of the same."""
+    outcome = run_rounds(8, seed=4)
+    assert not outcome.failures
+    assert outcome.trials >= 8

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+import compute.history
 from compute.client import Client
 from compute.copyback import Copyback
 from compute.device_cpu import CpuDevice
@@ -59,7 +60,8 @@ POINTS = (
 class Order:
     """One worker: decode the session up to ``total`` tokens in all, from a prompt of ``prompt`` tokens, and close it.
 
-    It kills itself when it comes to ``point`` for the ``nth`` time.
+    It kills itself when it comes to ``point`` for the ``nth`` time. Before it closes the session, it cuts ``rewrite``
+    rows off and decodes them again.
     """
 
     session: str
@@ -68,6 +70,8 @@ class Order:
     resume: bool = False
     point: str = ""
     nth: int = 1
+    daemon_wait_s: float = 0.0
+    rewrite: int = 0
 
     def line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -204,7 +208,8 @@ def poison_uncommitted(history: History) -> None:
 def decode(run_dir: Path, order: Order) -> None:
     """What one worker does. Tokens that a worker before it has acknowledged are printed first, as a client's are."""
     Killer(order.point, order.nth).install()
-    with Worker(run_dir, "cpu", CONFIG, Q8G64, seed=SEED) as worker:
+    compute.history.EXTEND_PAGES = 1
+    with Worker(run_dir, "cpu", CONFIG, Q8G64, seed=SEED, daemon_wait_s=order.daemon_wait_s) as worker:
         settings = HistorySettings("offloaded", order.total, HOT_ROWS, RING_PAGES, order.session)
         if order.resume:
             history, tokens = worker.take_over(settings)
@@ -218,8 +223,24 @@ def decode(run_dir: Path, order: Order) -> None:
             hidden = worker.prefill(history, tokens[history.length :], CHUNK)
             for token in worker.decode(history, hidden, order.total - len(tokens)):
                 say(f"t {token}")
+        if order.rewrite:
+            rewrite(worker, history, order.rewrite)
         history.close()
     say("done")
+
+
+def rewrite(worker: Worker, history: History, rows: int) -> None:
+    """Cut the last rows off, and check that the same tokens come again."""
+    assert history.session is not None
+    state = history.session.state
+    tokens = state.tokens()
+    history.barrier()
+    history.truncate(len(tokens) - rows)
+    history.rewind()
+    hidden = worker.prefill(history, [tokens[history.length]], CHUNK)
+    again = list(worker.decode(history, hidden, rows))
+    if again != tokens[-rows:]:
+        raise AssertionError(f"{again} came again for {tokens[-rows:]}")
 
 
 def say(line: str) -> None:

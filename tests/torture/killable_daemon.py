@@ -1,0 +1,66 @@
+"""The daemon, which kills itself at one point: ``python -m tests.torture.killable_daemon POINT NTH run …``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from kvd import cli, session_blocks
+from kvd.inheritance import Inheritance
+from kvd.session_blocks import SessionBlocks
+from kvd.sessions import Sessions
+from kvd.shared_memory import SharedMemoryGranter
+from kvd.tiers.host_ram import HostRam
+from kvd.tiers.segment import Segment
+from protocol.daemon_block import FIRST_COPY, SEQUENCE_OFFSET
+from tests.torture.decoding_process import Killer
+
+VERBS = ("create", "open", "extend", "truncate", "close")
+POINTS = (
+    *(f"{when} {verb}" for verb in VERBS for when in ("before", "after")),
+    "amid a copy",
+    "before the switch",
+    "after the switch",
+    "block written",
+    "segment made",
+    "segment destroyed",
+    "frames given",
+    "frames back",
+    "granted",
+    "taken up",
+    "reattached",
+)
+"""Where the daemon can kill itself: in its verbs, amid the writing of a daemon block, and as it starts again."""
+
+
+def install(killer: Killer) -> None:
+    for verb in VERBS:
+        killer.around(Sessions, verb, before=f"before {verb}", after=f"after {verb}")
+    killer.around(SessionBlocks, "write", after="block written")
+    killer.around(Segment, "__init__", after="segment made")
+    killer.around(Segment, "destroy", after="segment destroyed")
+    killer.around(HostRam, "allocate_frames", after="frames given")
+    killer.around(HostRam, "free_frames", after="frames back")
+    killer.around(SharedMemoryGranter, "extents", after="granted")
+    killer.around(Inheritance, "_adopt", after="taken up")
+    killer.around(Inheritance, "reattach", after="reattached")
+    write: Any = session_blocks._write
+
+    def torn(fd: int, offset: int, data: bytes | memoryview) -> None:
+        if offset >= FIRST_COPY and killer.is_next("amid a copy"):
+            os.pwrite(fd, data[: len(data) // 2], offset)
+        if offset >= FIRST_COPY:
+            killer.at("amid a copy")
+        if offset == SEQUENCE_OFFSET:
+            killer.at("before the switch")
+        write(fd, offset, data)
+        if offset == SEQUENCE_OFFSET:
+            killer.at("after the switch")
+
+    session_blocks._write = torn
+
+
+if __name__ == "__main__":
+    install(Killer(sys.argv[1], int(sys.argv[2])))
+    sys.exit(cli.main(sys.argv[3:]))
