@@ -25,6 +25,7 @@ Reports, files and plots are in `benchmarks.report`.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -105,8 +106,9 @@ class Floors:
 
 
 def run_cases(cases: Iterable[Case], floors: Floors) -> Iterator[Row]:
-    """The rows of ``cases``, one case at a time, so that only one's buffers are alive."""
+    """The rows of ``cases``, one case at a time, so that only one's buffers are alive. Says on stderr where it is."""
     for case in cases:
+        print(case.name, file=sys.stderr, flush=True)
         work = case.prepare(floors)
         time = graph_time(work.launch, work.runs, reset=work.reset)
         if work.check is not None:

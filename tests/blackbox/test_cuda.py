@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -77,8 +76,9 @@ def test_killed_worker_gives_vram_back(cuda_daemon: DaemonProcess) -> None:
         worker.kill()
         worker.wait()
     killed = time.monotonic()
-    while used_bytes(uuid) != before:
-        assert time.monotonic() - killed < 2, json.dumps(used_bytes(uuid) - before)
+    # The driver keeps some KiB for itself after a machine's first context; a handle is never less than 2 MiB.
+    while used_bytes(uuid) - before >= MIB:
+        assert time.monotonic() - killed < 2, f"{used_bytes(uuid) - before} bytes more than before"
         time.sleep(0.02)
     tier = next(tier for tier in cuda_daemon.stat().tiers if tier.tier == f"vram:{uuid}")
     assert (tier.requested, tier.committed, tier.quarantined) == (0, 0, 0)
