@@ -147,6 +147,36 @@ def test_living_worker_takes_its_session_back_and_hands_its_memory_over(run_dir:
     assert all(tier.requested == 0 for tier in stats.tiers)
 
 
+def test_shared_pages_stay_shared(run_dir: Path, restart: Restart) -> None:
+    daemon = restart()
+    with WorkerProcess(run_dir, "committed") as worker:
+        worker.kill()
+        wait_until(daemon, lambda stats: not stats.leases)
+    with Client(run_dir) as client:
+        opened = open_session(client)
+        fork = client.fork_session(opened.session, opened.generation, 128, "fork")
+        publish(client.claim(fork.worker_block), fork, tokens=1, rows=0)
+        client.detach_session(fork.session, fork.generation)
+        client.detach_session(opened.session, opened.generation)
+        before = host_pages(daemon)
+    daemon = restart()
+    assert host_pages(daemon) == before
+    with Client(run_dir) as client:
+        left = open_session(client)
+        client.close_session(left.session, left.generation)
+        assert 0 < host_pages(daemon)[1] < before[1], "the fork's pages stay"
+        left = open_session(client, "fork")
+        client.close_session(left.session, left.generation)
+        assert host_pages(daemon) == (0, 0)
+
+
+def host_pages(daemon: DaemonProcess) -> tuple[int, int]:
+    """Bytes of pages in host RAM, those of several sessions once: requested and committed."""
+    [host] = [tier for tier in daemon.stat().tiers if tier.tier == "host"]
+    pages = [purpose for purpose in host.purposes if "pages" in purpose.purpose]
+    return sum(purpose.requested for purpose in pages), sum(purpose.committed for purpose in pages)
+
+
 def test_what_cannot_be_verified_is_dropped(run_dir: Path, restart: Restart) -> None:
     daemon = restart()
     with WorkerProcess(run_dir, "committed") as worker:
