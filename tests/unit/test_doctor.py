@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,21 @@ def test_no_driver_is_a_problem_that_names_the_next_step(describe: Callable[...,
     assert finding.remedy.startswith("install the NVIDIA driver")
     [finding] = devices.driver(describe({"proc/driver/nvidia/version": "NVRM 580.1.2 x"}, Config()), refuse)
     assert finding.remedy.startswith("nvidia-modprobe -c0 -u")
+
+
+def test_the_documentation_explains_every_check(describe: Callable[..., Host]) -> None:
+    files = {"sys/class/iommu/dmar0": "", **GPU_FILES, "proc/self/cgroup": "0::/kvd\n"}
+    files |= {"cgroup/kvd/memory.max": str(GIB), "cgroup/kvd/memory.current": "0", "cgroup/kvd/memory.stat": ""}
+    host = describe(files)
+    found = {finding.check for finding in doctor.examine(host)} | {finding.check for finding in vram_findings(host)}
+    text = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
+    names = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.+?`) \| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)))
+    assert {check for check in found if not any(check.startswith(name) for name in names)} == set()
+
+
+def vram_findings(host: Host) -> list[Finding]:
+    config = dataclasses.replace(Config(), vram=VramConfig(capacity=GIB))
+    return list(devices.driver(dataclasses.replace(host, config=config), lambda: FakeDriver(0)))
 
 
 def test_a_check_that_cannot_look_says_so(describe: Callable[..., Host]) -> None:
