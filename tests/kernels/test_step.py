@@ -317,7 +317,7 @@ def test_case_10_as_many_rows_as_slots(length: int) -> None:
 @pytest.mark.gpu
 def test_every_batch_size_gives_the_bits_of_a_session_alone() -> None:
     page_format = format_of()
-    sessions = [Session(page_format, 200 + 7 * s, 4, slots=300, seed=s) for s in range(16)]
+    sessions = [Session(page_format, 200 + 7 * s, 6, slots=300, seed=s) for s in range(16)]
     for seed, session in enumerate(sessions):
         _fill([session], seed)
     batch = _step(page_format, sessions, rows=4)
