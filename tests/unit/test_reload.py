@@ -88,3 +88,21 @@ def test_the_level_of_the_log_changes_for_loggers_in_use(capsys: pytest.CaptureF
         "third",
         "fifth",
     ]
+
+
+def test_a_long_allocation_is_not_taken_for_a_hung_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extents that change hands are populated while the daemon serves: it goes on looking at the books."""
+    recorder = Recorder(*["balanced"] * 5)
+    daemon = Daemon(Config(), logs.configure(LogConfig()), reread=Config)
+    monkeypatch.setattr(daemon, "_node", recorder, raising=False)
+    monkeypatch.setattr(daemon, "_notifier", recorder)
+    monkeypatch.setattr(daemon, "_serving", True)
+    monkeypatch.setattr(daemon, "_stopping", True)  # what is under way is finished
+    clock = [daemon._last_check]
+    monkeypatch.setattr("kvd.daemon.time.monotonic", lambda: clock[0])
+    for _ in range(10):
+        clock[0] += 0.4
+        daemon._populated(1, 2)
+    assert recorder.sent == ["WATCHDOG=1"] * 3
+    for end in (daemon._wake_read, daemon._wake_write):
+        end.close()
