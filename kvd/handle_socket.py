@@ -102,21 +102,25 @@ class HandleSocket:
         if not data:
             self._drop(connection)
             return
+        opened: list[int] = []
         try:
-            self._answer(connection, data, fds)
+            reply, opened = self._answer(connection, data, fds)
         except KvdError as error:
             self._log.info("handle request refused", peer=str(connection.peer), code=error.code, reason=error.message)
             self._node.counters.requests["handle", error.code] += 1
-            self._send(connection, ErrorReply(0, error.code, error.message, error.facts))
+            reply = ErrorReply(0, error.code, error.message, error.facts)
         except Exception as error:  # noqa: BLE001 - whatever one packet does, the daemon goes on
             self._log.exception("handle request failed", peer=str(connection.peer))
-            reason = f"the daemon failed: {type(error).__name__}; its log says more"
-            self._send(connection, ErrorReply(0, KvdError.code, reason, {}))
+            reply = ErrorReply(0, KvdError.code, f"the daemon failed: {type(error).__name__}; its log says more", {})
         finally:
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)  # before the reply: whoever has read it finds nothing of what was sent still open here
+        try:
+            self._send(connection, reply, *opened)
+        finally:
+            _close_all(opened)
 
-    def _answer(self, connection: _Connection, data: bytes, fds: list[int]) -> None:
+    def _answer(self, connection: _Connection, data: bytes, fds: list[int]) -> tuple[HandleReply, list[int]]:
+        """The reply, and the descriptors that go with it, which the caller closes."""
         request = codec.decode_handle_request(data)
         lease = connection.lease
         match request:
@@ -125,20 +129,16 @@ class HandleSocket:
                 opened = self._node.open_lease(connection.peer, connection.process(), request.client)
                 connection.lease = opened
                 self._loop.watch(opened.process.pidfd, lambda: self._process_ended(connection, opened))
-                self._send(connection, LeaseOpened(self._node.leases.reference(opened)))
+                return LeaseOpened(self._node.leases.reference(opened)), []
             case Claim() if lease is not None:
                 grant = lease.redeem(request.grant)
-                fd = grant.open()
-                try:
-                    self._send(connection, Claimed(grant.handle), fd)
-                finally:
-                    os.close(fd)
+                return Claimed(grant.handle), [grant.open()]
             case HandOver() if lease is not None:
                 if not fds:
                     raise BadMessage("device memory is handed over with its descriptor; none came")
                 if request.session:
                     self._node.sessions.require_holder(lease, request.session)
-                self._send(connection, self._node.device_memory.hand_over(lease, request, fds[0]))
+                return self._node.device_memory.hand_over(lease, request, fds[0]), []
             case LeaseOpen():
                 raise BadMessage("this connection is a lease already")
             case Claim() | HandOver():
@@ -173,6 +173,11 @@ class HandleSocket:
         self._node.lease_ended(lease)
         connection.lease = None
         self._drop(connection)
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class _Connection:
