@@ -28,6 +28,7 @@ from compute.kernels.state import CURSOR, LENGTH, MISSES, NO_RING, RING_FIRST, P
 from compute.session import HostSession
 from protocol.errors import CopybackLag, InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat, round_up
+from protocol.session_state import COUNTER_NAMES
 
 EXTEND_PAGES = 16
 """Pages asked of the daemon at a time, ahead of need."""
@@ -56,6 +57,7 @@ class History:
         self.caches = caches
         self.session = session
         self.selections = 0
+        self._counted_before = session.state.counters if session else {}
         self._attachment = attachment
         self._memory = attachment.memory
         self._keys = keys
@@ -183,6 +185,8 @@ class History:
                 self.copyback.submit(page, self._home.page(page), self._page_in_use(page))
         if self.session:
             self.session.state.logical_rows = end
+            if first // PAGE_TOKENS < end // PAGE_TOKENS:  # once a page: reading device counters waits for the device
+                self._publish_counters(self.session)
         self.copyback.poll()
 
     # What the worker calls
@@ -203,6 +207,7 @@ class History:
             self.copyback.copy_partial(self._home.page(full_pages), self._page_in_use(full_pages))
         payload = b"" if hidden is None else hidden.float().cpu().numpy().tobytes()
         self.session.publish_commit(self._length, payload)
+        self._publish_counters(self.session)
         if self.session.committed_rows != self.session.state.logical_rows:
             raise CopybackLag(self.session.name, self.session.state.logical_rows, self.session.committed_rows)
 
@@ -272,6 +277,10 @@ class History:
             for group, selection in self._last_selection.items():
                 self._kernels.round(group, selection)
             self._last_selection.clear()
+
+    def _publish_counters(self, session: HostSession) -> None:
+        counted = self.counters()
+        session.state.publish_counters([self._counted_before[name] + counted.get(name, 0) for name in COUNTER_NAMES])
 
     # Pages
 

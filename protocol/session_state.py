@@ -261,6 +261,11 @@ class WorkerBlock:
         self._bytes[at : at + len(record)] = record
         self._words[_COMMIT_SEQUENCE // 8] = sequence
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """The totals that were published last; a worker that opens a session counts on from them."""
+        return {name: self._words[_COUNTERS // 8 + index] for index, name in enumerate(COUNTER_NAMES)}
+
     def publish_counters(self, values: Sequence[int]) -> None:
         """The totals of `COUNTER_NAMES`, in their order."""
         for index, value in enumerate(values):

@@ -147,6 +147,28 @@ def test_stored_session_continues_to_the_same_bits(worker: Worker) -> None:
     assert output == truth
 
 
+def test_stat_shows_what_workers_counted_together(worker: Worker) -> None:
+    settings = HistorySettings("offloaded", 640, 128, 4, "counted")
+
+    def published() -> dict[str, int]:
+        found = next(session for session in worker.client.stat().sessions if session.name == "counted")
+        return {name: getattr(found, name) for name in ("selections", "hits", "misses", "ring_hits", "copybacks")}
+
+    history = worker.history(settings)
+    run(history, worker, prompt(400), 16)
+    history.barrier()
+    first = history.counters()
+    assert published() == {name: first[name] for name in published()}
+    assert first["misses"] > 0
+    history.close(keep=True)
+    history = worker.stored_history(settings)
+    run(history, worker, [1], 8)
+    history.barrier()
+    second = history.counters()
+    assert published() == {name: first[name] + second[name] for name in published()}
+    history.close()
+
+
 def test_ledger_returns_to_where_it_was(worker: Worker) -> None:
     def held() -> list[tuple[str, int, int]]:
         stats = worker.client.stat()
