@@ -104,6 +104,7 @@ class UnknownSession(KvdError):
     """No session of this name or number belongs to the caller."""
 
     code = "unknown_session"
+    exit_status = EXIT_USAGE
 
 
 class UnknownHandle(KvdError):
@@ -116,12 +117,14 @@ class SessionExists(KvdError):
     """The name is taken by another session of the same uid."""
 
     code = "session_exists"
+    exit_status = EXIT_USAGE
 
 
 class SessionBusy(KvdError):
     """The session is held by another lease whose process is not known to be dead."""
 
     code = "session_busy"
+    exit_status = EXIT_USAGE
 
 
 class SessionDamaged(KvdError):
@@ -163,6 +166,7 @@ class FingerprintMismatch(KvdError):
     """The session's pages were made by another model, layout or encoding."""
 
     code = "fingerprint_mismatch"
+    exit_status = EXIT_USAGE
 
 
 class StaleEpoch(KvdError):
@@ -204,6 +208,7 @@ class UnknownSaved(KvdError):
     """No saved session of this name belongs to the caller."""
 
     code = "unknown_saved"
+    exit_status = EXIT_USAGE
 
 
 class SavedRefused(KvdError):
