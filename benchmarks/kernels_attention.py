@@ -130,6 +130,7 @@ class _Scoring:
         self.weights = torch.randn((1, rows, _HEADS), device=_DEVICE) * _HEADS**-0.5
         self.positions = torch.full((1, rows), tokens - 1, device=_DEVICE)
         self.scores = torch.empty((1, rows, tokens), device=_DEVICE)
+        torch.cuda.synchronize()  # launches will be on another stream
 
     def launch(self, run: int, maxima: Tensor | None = None) -> None:
         keys = self.histories[run % len(self.histories)]
@@ -157,6 +158,7 @@ def _topk(tokens: int, rows: int, floors: Floors) -> Work:
     lengths = torch.full((rows,), tokens, device=_DEVICE)
     selection = torch.empty((rows, _K), dtype=torch.int32, device=_DEVICE)
     top = TopK(rows, tokens, _K, _DEVICE)
+    torch.cuda.synchronize()
 
     def check() -> None:
         top.select(scores[0], lengths, selection)
@@ -176,6 +178,7 @@ def _chained(tokens: int, rows: int, floors: Floors) -> Work:
     top = TopK(rows, tokens, _K, _DEVICE)
     selection = torch.empty((rows, _K), dtype=torch.int32, device=_DEVICE)
     lengths = scoring.positions[0] + 1
+    torch.cuda.synchronize()
 
     def launch(run: int) -> None:
         scoring.launch(run, top.maxima)
@@ -204,6 +207,7 @@ def _attention(heads: int, rows: int, floors: Floors) -> Work:
     scale = 256**-0.5
     out = torch.empty((rows, heads, LATENT_DIM), device=_DEVICE)
     attention = SparseAttention(rows, heads, _K, _DEVICE)
+    torch.cuda.synchronize()
 
     def launch(run: int) -> None:
         attention.attend(addresses[run % sets], 1, latent_query, rope_query, scale, out)

@@ -78,11 +78,11 @@ def maxima_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _bound(maxima, highest, k):  # type: ignore[no-untyped-def]
+def _bound(maxima, k):  # type: ignore[no-untyped-def]
     """An order key that at least k of ``maxima`` reach, and at most 1.2 k if the search can tell them apart.
 
     By false position, which needs two or three steps where maxima are spread smoothly; every fourth step halves the
-    range of keys, so that it ends whatever they are.
+    range of keys, so that it ends whatever they are. Also returned is how far above it the k-th score should be.
     """
     low = tl.min(maxima, 0)
     reach_low = tl.full([], _CLASSES, tl.int32)
@@ -91,8 +91,8 @@ def _bound(maxima, highest, k):  # type: ignore[no-untyped-def]
         low = tl.min(tl.where(maxima > _NO_SCORE, maxima, _HIGHEST), 0)
     if reach_low < k:
         low = tl.full([], _LOWEST, tl.int32)
-    high = highest + 1
-    reach_high = 0
+    high = tl.max(maxima, 0) + 1
+    reach_high = tl.full([], 0, tl.int32)
     spare = k // 5
     step = 0
     while (reach_low > k + spare) & (high - 1 > low):
@@ -108,7 +108,17 @@ def _bound(maxima, highest, k):  # type: ignore[no-untyped-def]
             high = middle
             reach_high = reach
         step += 1
-    return low
+    # As many scores as balls were thrown into the classes to fill so many of them; in between evenly spread.
+    scores_low = _expected(reach_low)
+    share = (scores_low - k) / tl.maximum(scores_low - _expected(reach_high), 1.0)
+    share = tl.minimum(tl.maximum(share, 1.0 / 64), 4.0)
+    return low, (high.to(tl.float32) - low.to(tl.float32)) * share
+
+
+@triton.jit
+def _expected(classes):  # type: ignore[no-untyped-def]
+    """Scores that reach a key, if ``classes`` of the class maxima do."""
+    return -_CLASSES * tl.log(1.0 - tl.minimum(classes, _CLASSES - 1).to(tl.float32) / _CLASSES)
 
 
 @triton.jit
@@ -143,12 +153,10 @@ def collect_kernel(  # type: ignore[no-untyped-def]
     scores += row * stride
     score = tl.load(scores + first + lane, mask=first + lane // 4 * 4 < end, other=-float("inf"))
 
-    highest = tl.max(of_class, 0)
-    low = _bound(of_class, highest, k)
+    low, distance = _bound(of_class, k)
     bound = _score_of(low)
-    # A bin is 2**shift keys wide. The k-th candidate is near the bound: only the lowest eighth has bins of its own.
-    span = (highest - low).to(tl.uint32, bitcast=True).to(tl.float32)
-    shift = tl.maximum((span.to(tl.int32, bitcast=True) >> 23) - 127 - (_BIN_BITS - 1) - 3, 0)
+    # A bin is 2**shift keys wide, and the k-th candidate somewhere among them; the first takes in all that is above.
+    shift = tl.maximum((tl.maximum(distance * 1.5, 1.0).to(tl.int32, bitcast=True) >> 23) - 127 - (_BIN_BITS - 1), 0)
     if part == 0:
         tl.store(bounds + row * 2, low)
         tl.store(bounds + row * 2 + 1, shift)
