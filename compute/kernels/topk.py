@@ -29,7 +29,8 @@ from protocol.layout import round_up
 
 _PART = 1024
 """Scores that one program of collect should have, roughly."""
-_MAX_PARTS = 128
+_PROGRAMS = 256
+"""Programs of collect, shared out over the rows: each finds the bound for itself."""
 _MAX_WORDS = 1024
 
 
@@ -52,7 +53,8 @@ class TopK:
 
         self.maxima = scratch(CLASSES, NO_SCORE)
         """int32 [rows, CLASSES]: order keys, `NO_SCORE` between selections."""
-        self._parts = max(2, min(_MAX_PARTS, triton.next_power_of_2(self.capacity // _PART)))
+        most = min(128, max(32, _PROGRAMS // triton.next_power_of_2(rows)))
+        self._parts = max(2, min(most, triton.next_power_of_2(self.capacity // _PART)))
         self._keys, self._places = scratch(self.capacity), scratch(self.capacity)
         self._counts = scratch(self._parts)
         self._histogram = scratch(BINS)
@@ -96,7 +98,7 @@ class TopK:
             *sizes,
             PARTS=self._parts,
             WORDS=min(words, _MAX_WORDS),
-            num_warps=8,
+            num_warps=4 if words <= 128 else 8,
             **options,
         )
         select_kernel[(rows,)](
