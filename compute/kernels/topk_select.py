@@ -72,8 +72,8 @@ def select_kernel(  # type: ignore[no-untyped-def]
     gap = part * share_of(length, PARTS) - (ends - granules) * _GRANULE
     granule = tl.arange(0, TILE // _GRANULE)
     lane = granule[:, None] * _GRANULE + tl.arange(0, _GRANULE)[None, :]
-    key = tl.full([TILE // _GRANULE, 8], _NO_SCORE, tl.int32)
-    place = tl.zeros([TILE // _GRANULE, 8], tl.int32)
+    key = tl.full([TILE // _GRANULE, _GRANULE], _NO_SCORE, tl.int32)
+    place = tl.zeros([TILE // _GRANULE, _GRANULE], tl.int32)
     first = 0
     while first < total:
         number = first // _GRANULE + granule
@@ -101,7 +101,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     tl.store(histogram + row * _BINS + of_bin, tl.zeros([_BINS], tl.int32))
     reach = above + tl.sum(tl.where(of_bin == kth, in_bin, 0), 0)
     low = base + ((kth ^ (_BINS - 1)).to(tl.int64) << shift)
-    high = tl.where(kth == 0, _HIGHEST, low + (tl.full([], 1, tl.int64) << shift))
+    high = tl.where(kth == 0, _HIGHEST, tl.minimum(low + (tl.full([], 1, tl.int64) << shift), _HIGHEST))
     if kth == _BINS:  # fewer than k in all
         low = tl.full([], _NO_SCORE + 1, tl.int64)
     while (reach > k) & (high - 1 > low):
