@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvd import __version__, config, logs, plan, saved_cli
+from kvd import __version__, admin_cli, config, logs, plan, saved_cli
 from kvd.arguments import Parser
 from kvd.config import KEYS, Config
 from kvd.daemon import Daemon
@@ -25,6 +25,7 @@ _EXAMPLES = """examples:
   kvd plan --table                                                # bytes per session
   kvd doctor                                                      # what the host should change
   kvd save chat-1                                                 # also restore, ls, rm; verify FILE needs no daemon
+  kvd admin leases list                                           # also revoke; sessions close
   kvd-stat                                                        # what a running daemon holds
 
 exit status: 0 done, 64 wrong arguments, 69 no such device, 71 refused by the system, 77 no permission, 78 wrong setting
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_parser(commands)
     doctor.add_parser(commands)
     saved_cli.add_parsers(commands)
+    admin_cli.add_parser(commands)
     return parser
 
 
@@ -130,5 +132,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "print-config": _print_config,
     "plan": plan.run,
     "doctor": lambda parsed: doctor.run(parsed, _load(parsed)),
+    "admin": admin_cli.run,
     **saved_cli.COMMANDS,
 }

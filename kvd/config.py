@@ -102,6 +102,11 @@ class SocketConfig:
         "Group that owns the sockets.",
     )
     mode: int = setting(FileMode(), "0660", "Permission bits of the sockets.")
+    admin_group: str = setting(
+        Text("[A-Za-z0-9_.-]{0,32}", "a group's name, or an empty string for none"),
+        "",
+        "Group whose members may, like root and the daemon's own user, revoke leases, end sessions and drain.",
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import resource
@@ -23,7 +22,7 @@ from kvd.logs import Log
 from kvd.loop import Loop
 from kvd.node import BALANCED, Node
 from kvd.notify import Notifier
-from kvd.run_dir import RunDir
+from kvd.run_dir import RunDir, shm_prefix
 from kvd.server import ControlServer
 from kvd.stall_watch import StallWatch
 from protocol.errors import ConfigError, KvdError, OsFailure
@@ -74,7 +73,7 @@ class Daemon:
             self._watch_signals(cleanup)
             run_dir = RunDir(self._config)
             cleanup.callback(run_dir.close)
-            prefix = f"/kvd-{hashlib.sha256(os.fsencode(os.path.realpath(self._config.run_dir))).hexdigest()[:12]}"
+            prefix = shm_prefix(self._config.run_dir)
             _raise_file_limit(self._config)
             self._open_metrics(run_dir, cleanup)
             self._node = Node(self._config, prefix, self._log, self._populated)

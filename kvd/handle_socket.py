@@ -46,6 +46,7 @@ class HandleSocket:
             self._listener.close()
             raise OsFailure(f"handle socket {path}: {error.strerror}", path=str(path)) from error
         loop.watch(self._listener.fileno(), self._accept)
+        node.revoke = self._revoke
         self._inherited = [lease for lease in node.leases if lease.is_inherited]
         for lease in self._inherited:
             loop.watch(lease.process.pidfd, partial(self._inherited_ended, lease))
@@ -166,6 +167,13 @@ class HandleSocket:
             pidfd = lease.process.pidfd
             if self._node.lease_disconnected(lease):
                 self._loop.forget(pidfd)
+
+    def _revoke(self, lease: Lease) -> None:
+        """End the lease's connection, if it still has one, as if its client had."""
+        for connection in list(self._connections):
+            if connection.lease is lease:
+                self._log.warning("lease revoked", lease=lease.number, peer=str(lease.peer))
+                self._drop(connection)
 
     def _process_ended(self, connection: _Connection, lease: Lease) -> None:
         """The process is dead, whatever else still holds the connection open."""

@@ -124,6 +124,13 @@ class Leases:
             raise UnknownLease(f"{peer} has no live lease {reference.number}", lease=reference.number)
         return lease
 
+    def numbered(self, number: int) -> Lease:
+        """The lease of this number, whoever asks, quarantined or not; raises `UnknownLease`."""
+        lease = self._leases.get(number)
+        if lease is None:
+            raise UnknownLease(f"there is no lease {number}", lease=number)
+        return lease
+
     def end(self, lease: Lease) -> None:
         """Forget a lease whose process is dead, or which holds nothing."""
         del self._leases[lease.number]

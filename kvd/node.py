@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from kvd.inheritance import Inheritance
 from kvd.jobs import Jobs
 from kvd.leases import Lease, Leases
 from kvd.logs import Log
+from kvd.operators import Operators
 from kvd.peers import Peer, Process
 from kvd.remains import look
 from kvd.saving import Saving
@@ -32,7 +32,7 @@ from kvd.tiers.driver_cuda import CudaDriver
 from kvd.tiers.host_ram import HostRam
 from kvd.tiers.segment import Progress
 from kvd.tiers.vram import Vram
-from protocol.errors import Draining, LedgerMismatch, PermissionRefused
+from protocol.errors import Draining, LedgerMismatch, SessionBusy
 from protocol.messages import DeviceInfo
 
 BALANCED = "balanced"
@@ -52,6 +52,9 @@ class Node:
         self.verdict = BALANCED
         self.drain: Callable[[bool], None] = lambda _: None
         """Has the daemon drain and stop; with True, when every session is on disk. Set by whoever runs the loop."""
+        self.revoke: Callable[[Lease], None] = lambda _: None
+        """Ends a lease's connection. Set by whoever has the connections."""
+        self.operators = Operators(config)
         self.counters = Counters()
         self.ledger = Ledger()
         driver = make_driver(config)
@@ -96,10 +99,22 @@ class Node:
         if self.draining:
             raise Draining("the daemon is shutting down: it takes no new leases, sessions, pages or device memory")
 
-    def require_operator(self, peer: Peer) -> None:
-        """Raise `PermissionRefused` unless ``peer`` may decide about the daemon itself."""
-        if peer.uid not in (0, os.geteuid()):
-            raise PermissionRefused(f"{peer} is neither root nor of the daemon's uid, {os.geteuid()}", uid=peer.uid)
+    def end_stored(self, uid: int, name: str) -> None:
+        """End a session that nobody holds, damaged or not, whosever it is. For operators.
+
+        Raises `UnknownSession`, or `SessionBusy`: whoever holds it may still write to its pages.
+        """
+        session = self.sessions.find(uid, name)
+        self.sessions.require_idle(session)
+        if session.lease is not None:
+            number, pid = session.lease.number, session.lease.peer.pid
+            raise SessionBusy(
+                f"session {name!r} of uid {uid} is held by lease {number}, process {pid}: revoke it and end that first",
+                session=session.number,
+                lease=number,
+                pid=pid,
+            )
+        self.sessions.end(session)
 
     def open_lease(self, peer: Peer, process: Process, client: str) -> Lease:
         """A new lease for ``process``, which is closed if it does not become one."""

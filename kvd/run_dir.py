@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import grp
+import hashlib
 import os
 import stat
 from pathlib import Path
 
 from kvd.config import Config
-from protocol.errors import ConfigError, DaemonRunning, OsFailure
+from kvd.operators import group_named
+from protocol.errors import DaemonRunning, OsFailure
 
 LOCK_FILE = "kvd.lock"
 
@@ -75,18 +76,13 @@ class RunDir:
             path.unlink()
 
 
+def shm_prefix(run_dir: str | Path) -> str:
+    """What the names of all shared memory of the daemon in ``run_dir`` begin with."""
+    return f"/kvd-{hashlib.sha256(os.fsencode(os.path.realpath(run_dir))).hexdigest()[:12]}"
+
+
 def _gid_of(config: Config) -> int:
-    name = config.socket.group
-    if not name:
-        return os.getegid()
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise ConfigError(
-            f"{config.origins['socket.group']}: socket.group is {name!r}, which is not a group of this system",
-            key="socket.group",
-            value=name,
-        ) from None
+    return group_named(config, "socket.group").gr_gid if config.socket.group else os.getegid()
 
 
 def _failure(what: str, error: OSError) -> OsFailure:

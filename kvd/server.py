@@ -155,10 +155,18 @@ class ControlServer:
             case messages.Stat():
                 return messages.Stats(request.seq, node_stats(node))
             case messages.Drain():
-                node.require_operator(peer)
+                node.operators.require(peer)
                 if request.save:
                     node.saving.require_directory()
                 node.drain(request.save)
+                return messages.Done(request.seq)
+            case messages.RevokeLease():
+                node.operators.require(peer)
+                node.revoke(node.leases.numbered(request.number))
+                return messages.Done(request.seq)
+            case messages.EndSession():
+                node.operators.require(peer)
+                node.end_stored(request.uid, request.name)
                 return messages.Done(request.seq)
             case messages.SaveSession():
                 return node.saving.save(peer, request)

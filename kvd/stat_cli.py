@@ -1,159 +1,174 @@
-"""``kvd-stat``: what a running daemon holds, once, as tables or as JSON."""
+"""``kvd-stat``: what a running daemon holds, once or live, whether it is well, and where memory is."""
 
 from __future__ import annotations
 
+import argparse
+import math
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from kvd import __version__
+from kvd import __version__, config
 from kvd.arguments import Parser
 from kvd.config import KEYS
-from kvd.control import ask_stats
-from kvd.units import format_bytes
-from protocol.errors import KvdError
-from protocol.stats import LeaseStats, NodeStats, SessionStats, TierStats
+from kvd.control import Control, ask_stats
+from kvd.stat.check import Thresholds, check, unknown
+from kvd.stat.explain import explain
+from kvd.stat.explain_text import explanation_lines
+from kvd.stat.live import watch
+from kvd.stat.tables import WIDTH, print_tables
+from kvd.units import parse_bytes
+from protocol.errors import InvalidValue, KvdError
 
 _EPILOG = """requested (logical) is what was asked for, committed (real) what the system or the driver gave for it,
-capacity the limit. docs/operate.md explains every field. Exit status: 69 if no daemon answers.
+capacity the limit. docs/operate.md explains every field. Exit status: 69 if no daemon answers; of --check: 0 all is
+well, 1 warning, 2 critical, 3 no daemon answers.
 
 examples:
   kvd-stat
+  kvd-stat 1                                  # live, every second
+  kvd-stat explain                            # every byte of VRAM and host RAM, measured
+  kvd-stat --check --warn-host 80% --crit-quarantine 16GiB
   kvd-stat --run-dir /tmp/kvd --json | jq '.tiers[] | {tier, committed, capacity}'
 """
-WIDTH = 180
-"""Columns of the tables where the output is not a terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command ``kvd-stat``; returns its exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        status = _command(parsed)(parsed)
+        sys.stdout.flush()
+    except KvdError as error:
+        print(f"kvd-stat: {error.message}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # whoever read has seen enough; nothing is to be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     default = KEYS["run_dir"].default
     parser = Parser(prog="kvd-stat", description="Show what a running daemon holds.", epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"kvd-stat {__version__}")
     parser.add_argument(
+        "what", nargs="?", type=_what, metavar="SECONDS | explain", help="live at this interval; or where memory is"
+    )
+    parser.add_argument(
         "--run-dir", type=Path, default=Path(default), metavar="DIR", help=f"the daemon's run directory ({default})"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, whose schema has a version")
-    parsed = parser.parse_args(arguments)
-    try:
-        stats = ask_stats(parsed.run_dir)
-    except KvdError as error:
-        print(f"kvd-stat: {error.message}", file=sys.stderr)
-        return error.exit_status
+    parser.add_argument(
+        "--watch", nargs="?", type=_seconds, const=2.0, metavar="SECONDS", help="live, at this interval (2)"
+    )
+    parser.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="explain: of the saved sessions (disk.state_dir of /etc/kvd)"
+    )
+    parser.add_argument("--check", action="store_true", help="one line for monitoring, and an exit status of 0 to 3")
+    for level, percent in (("warn", 90.0), ("crit", 97.0)):
+        for tier in ("host", "vram"):
+            parser.add_argument(
+                f"--{level}-{tier}", type=_percent, default=percent, metavar="PERCENT", help=f"({percent:g}%%)"
+            )
+    for level, size in (("warn", "1GiB"), ("crit", "16GiB")):
+        parser.add_argument(
+            f"--{level}-quarantine", type=_size, default=_size(size), metavar="BYTES", help=f"quarantined ({size})"
+        )
+    return parser
+
+
+def _command(parsed: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    if parsed.check:
+        return _check
+    if parsed.what == "explain":
+        return _explain
+    return _once if parsed.watch is None and parsed.what is None else _watch
+
+
+def _once(parsed: argparse.Namespace) -> int:
+    stats = ask_stats(parsed.run_dir)
     if parsed.json:
         print(msgspec.json.encode(stats).decode())
     else:
-        print_tables(stats, Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False))
+        print_tables(stats, _console())
     return 0
 
 
-def print_tables(stats: NodeStats, console: Console) -> None:
-    """Everything, for people."""
-    state = "draining" if stats.draining else "serving"
-    console.print(
-        f"kvd {stats.daemon_version}, process {stats.pid}, {state} for {stats.uptime_s:,.0f} s, "
-        f"epoch {stats.epoch}, ledger {stats.ledger}",
-        markup=False,
+def _watch(parsed: argparse.Namespace) -> int:
+    interval = parsed.what if parsed.watch is None else parsed.watch
+    with Control(parsed.run_dir, "kvd-stat") as control:
+        watch(control.stats, interval, _console())
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    limits = Thresholds(
+        warn_host=parsed.warn_host,
+        crit_host=parsed.crit_host,
+        warn_vram=parsed.warn_vram,
+        crit_vram=parsed.crit_vram,
+        warn_quarantine=parsed.warn_quarantine,
+        crit_quarantine=parsed.crit_quarantine,
     )
-    console.print(_tiers(stats.tiers))
-    if stats.leases:
-        console.print(_leases(stats.leases))
-    if stats.sessions:
-        console.print(_sessions(stats.sessions))
+    try:
+        verdict, line = check(ask_stats(parsed.run_dir), limits)
+    except KvdError as error:
+        verdict, line = unknown(error.message)
+    print(line)
+    return verdict
 
 
-def _tiers(tiers: Iterable[TierStats]) -> Table:
-    table = _table(
-        "tiers",
-        ["tier", "purpose"],
-        [
-            "requested (logical)",
-            "committed (real)",
-            "capacity",
-            "peak requested",
-            "peak committed",
-            "reserved",
-            "quarantined",
-        ],
-    )
-    for tier in tiers:
-        sizes = (tier.requested, tier.committed, tier.capacity, tier.peak_requested, tier.peak_committed)
-        table.add_row(tier.tier, "all", *map(format_bytes, (*sizes, tier.reserved, tier.quarantined)))
-        for part in tier.purposes:
-            peaks = format_bytes(part.peak_requested), format_bytes(part.peak_committed)
-            table.add_row("", part.purpose, format_bytes(part.requested), format_bytes(part.committed), "", *peaks)
-        table.add_section()
-    return table
+def _explain(parsed: argparse.Namespace) -> int:
+    state_dir = parsed.state_dir
+    if state_dir is None:
+        configured = config.load({}, {}).disk.state_dir
+        state_dir = Path(configured) if configured else None
+    explanation = explain(ask_stats(parsed.run_dir), parsed.run_dir, state_dir)
+    if parsed.json:
+        print(msgspec.json.encode(explanation).decode())
+    else:
+        print("\n".join(explanation_lines(explanation)))
+    return 0
 
 
-def _leases(leases: Iterable[LeaseStats]) -> Table:
-    table = _table(
-        "leases",
-        ["lease", "client", "state"],
-        ["pid", "uid", "gid", "age", "sessions", "requested (logical)", "committed (real)"],
-    )
-    for lease in leases:
-        table.add_row(
-            str(lease.lease),
-            escape(lease.client),
-            lease.state,
-            str(lease.pid),
-            str(lease.uid),
-            str(lease.gid),
-            f"{lease.age_s:,.0f} s",
-            str(lease.sessions),
-            format_bytes(lease.requested),
-            format_bytes(lease.committed),
-        )
-    return table
+class _Console(Console):
+    """Leaves a broken pipe to `main`."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
-def _sessions(sessions: Iterable[SessionStats]) -> Table:
-    table = _table(
-        "sessions",
-        ["session", "name", "state"],
-        [
-            "lease",
-            "pages",
-            "rows (logical)",
-            "rows committed",
-            "tokens",
-            "requested (logical)",
-            "committed (real)",
-            "selections",
-            "hits",
-            "misses",
-            "ring hits",
-            "copybacks",
-        ],
-    )
-    for session in sessions:
-        counts = (session.pages, session.logical_rows, session.committed_rows, session.tokens)
-        counters = (session.selections, session.hits, session.misses, session.ring_hits, session.copybacks)
-        table.add_row(
-            str(session.session),
-            session.name,
-            session.state,
-            str(session.lease or "none"),
-            *(f"{count:,}" for count in counts),
-            format_bytes(session.requested),
-            format_bytes(session.committed),
-            *(f"{count:,}" for count in counters),
-        )
-    return table
+def _console() -> Console:
+    return _Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
-def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """An empty table: columns of words to the left, columns of numbers to the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for word in words:
-        table.add_column(word, overflow="fold")
-    for number in numbers:
-        table.add_column(number, justify="right")
-    return table
+def _what(text: str) -> float | str:
+    return text if text == "explain" else _seconds(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} seconds; allowed: 0.1 to 86400")
+    return seconds
+
+
+def _percent(text: str) -> float:
+    percent = float(text.removesuffix("%"))
+    if percent < 0 or not math.isfinite(percent):
+        raise argparse.ArgumentTypeError(f"{text}; allowed: a percentage such as 90%")
+    return percent
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(error.message) from None

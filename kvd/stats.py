@@ -103,4 +103,5 @@ def _session(session: Session, requested: int, committed: int) -> SessionStats:
         misses=counters.get("misses", 0),
         ring_hits=counters.get("ring_hits", 0),
         copybacks=counters.get("copybacks", 0),
+        page_bytes=session.header.page_bytes,
     )

@@ -187,6 +187,21 @@ class RemoveSaved(_Tagged, frozen=True, tag="remove_saved"):
     name: str
 
 
+class RevokeLease(_Tagged, frozen=True, tag="revoke_lease"):
+    """Have a lease lose its connection; what it holds is in quarantine until its process is dead. For operators."""
+
+    seq: int
+    number: int
+
+
+class EndSession(_Tagged, frozen=True, tag="end_session"):
+    """End a session of any uid that no lease holds. For operators."""
+
+    seq: int
+    uid: int
+    name: str
+
+
 LeaseRequest = (
     CreateSession
     | OpenSession
@@ -202,7 +217,10 @@ LeaseRequest = (
 )
 """Those that name a lease."""
 
-Request = Hello | Stat | Drain | SaveSession | RestoreSession | ListSaved | RemoveSaved | LeaseRequest
+OperatorRequest = Drain | RevokeLease | EndSession
+"""Those that only root, the daemon's uid and members of its admin group may make."""
+
+Request = Hello | Stat | OperatorRequest | SaveSession | RestoreSession | ListSaved | RemoveSaved | LeaseRequest
 
 # Replies on the control socket
 

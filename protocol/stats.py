@@ -54,7 +54,8 @@ class LeaseStats(msgspec.Struct, frozen=True):
 class SessionStats(msgspec.Struct, frozen=True):
     """One session. Rows count tokens; the counters are those that its worker last published.
 
-    ``lease`` is 0 while no worker holds the session. ``state`` is ``held``, ``stored`` or ``damaged``.
+    ``lease`` is 0 while no worker holds the session. ``state`` is ``held``, ``stored`` or ``damaged``. ``page_bytes``
+    is the size of a page without padding, which is what a copyback moves.
     """
 
     session: int
@@ -75,6 +76,7 @@ class SessionStats(msgspec.Struct, frozen=True):
     misses: int
     ring_hits: int
     copybacks: int
+    page_bytes: int = 0
 
 
 class NodeStats(msgspec.Struct, frozen=True):
