@@ -128,6 +128,7 @@ def graph_time(
 ) -> float:
     """Median µs of one launch: ``runs`` launches in one graph, replayed ``replays`` times."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # inputs are made on the current one
     with torch.cuda.stream(stream):
         for run in range(runs):  # compiles what the capture may not
             launch(run)
