@@ -113,9 +113,10 @@ class Daemon:
         cleanup.callback(context.term)
         self._handles = HandleSocket(config.handle_socket, loop, node, self._log)
         cleanup.callback(self._handles.close)
-        server = ControlServer(config.control_socket, config.handle_socket, context, node, self._log)
+        server = ControlServer(
+            config.control_socket, config.handle_socket, context, loop, node, config.files_needed, self._log
+        )
         cleanup.callback(server.close)
-        loop.watch(server.socket, server.serve)
         loop.watch(node.jobs.wake, node.jobs.resume)
         node.drain = self._drain
         loop.every(CHECK_INTERVAL_S, self._tick)

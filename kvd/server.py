@@ -18,7 +18,9 @@ from kvd import __version__
 from kvd.counters import DONE
 from kvd.jobs import Job
 from kvd.leases import require_client_name
+from kvd.listener import ControlListener
 from kvd.logs import Log
+from kvd.loop import Loop
 from kvd.node import Node
 from kvd.peers import Peer, peer_of_address
 from kvd.stats import node_stats
@@ -47,9 +49,21 @@ class _Connection:
 
 
 class ControlServer:
-    """A ROUTER socket at ``path``, a path that is free. Answers from ``node``."""
+    """A ROUTER socket at ``path``, a path that is free. Answers from ``node``, called by ``loop``.
 
-    def __init__(self, path: Path, handle_socket: Path, context: zmq.Context[zmq.Socket[bytes]], node: Node, log: Log):
+    ``files_needed`` is how many descriptors the daemon may come to need beside those of control connections.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        handle_socket: Path,
+        context: zmq.Context[zmq.Socket[bytes]],
+        loop: Loop,
+        node: Node,
+        files_needed: int,
+        log: Log,
+    ) -> None:
         self._node = node
         self._log = log
         self._handle_socket = handle_socket
@@ -63,12 +77,14 @@ class ControlServer:
         self.socket.setsockopt(zmq.SNDHWM, QUEUED_REQUESTS)
         self.socket.setsockopt(zmq.LINGER, 1000)
         try:
-            self.socket.bind(f"ipc://{path}")
-        except zmq.ZMQError as error:
+            self._listener = ControlListener(self.socket, path, files_needed, loop, log)
+        except OsFailure:
             self.socket.close()
-            raise OsFailure(f"control socket {path}: {error.strerror}", path=str(path)) from error
+            raise
+        loop.watch(self.socket, self.serve)
 
     def close(self) -> None:
+        self._listener.close()
         self.socket.close()
 
     def serve(self) -> None:
