@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvd import __version__, admin_cli, config, logs, plan, saved_cli
+from kvd import __version__, admin_cli, config, logs, plan, saved_cli, support_cli
 from kvd.arguments import Parser
 from kvd.config import KEYS, Config
 from kvd.daemon import Daemon
@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
     saved_cli.add_parsers(commands)
     admin_cli.add_parser(commands)
+    support_cli.add_parser(commands)
     return parser
 
 
@@ -111,11 +112,7 @@ def _check_config(parsed: argparse.Namespace) -> int:
 def _print_config(parsed: argparse.Namespace) -> int:
     settings = _load(parsed)
     if parsed.json:
-        document = {
-            dotted: {"value": key.value_in(settings), "origin": settings.origins[dotted]}
-            for dotted, key in KEYS.items()
-        }
-        print(json.dumps(document, indent=2))
+        print(json.dumps(support_cli.settings_document(settings), indent=2))
         return 0
     section = ""
     for dotted, key in KEYS.items():
@@ -133,5 +130,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "plan": plan.run,
     "doctor": lambda parsed: doctor.run(parsed, _load(parsed)),
     "admin": admin_cli.run,
+    "support-bundle": lambda parsed: support_cli.run(parsed, _load(parsed)),
     **saved_cli.COMMANDS,
 }

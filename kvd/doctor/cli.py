@@ -90,7 +90,7 @@ def run(parsed: argparse.Namespace, config: Config, roots: Roots = ROOTS) -> int
         return _print_outcomes(changes.restore(), parsed.json)
     if parsed.bench:
         return _print_rates(host_rates() + (cuda_rates() if parsed.bench == "cuda" else []), parsed.json)
-    findings = examine(Host(config, _running(config), roots))
+    findings = examine(Host(config, running_stats(config), roots))
     if parsed.apply:
         return _print_outcomes(changes.apply(dict(found.change for found in findings if found.change)), parsed.json)
     return _print_findings(findings, changes, parsed.json)
@@ -107,7 +107,8 @@ def examine(host: Host, checks: Sequence[Callable[[Host], Iterator[Finding]]] = 
     return findings
 
 
-def _running(config: Config) -> NodeStats | None:
+def running_stats(config: Config) -> NodeStats | None:
+    """What the daemon holds, if one runs that may be asked."""
     try:
         return ask_stats(Path(config.run_dir), timeout_s=2)
     except (DaemonUnavailable, PermissionRefused):
