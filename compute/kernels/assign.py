@@ -13,8 +13,6 @@ from compute.kernels.triton_support import spread
 
 _FREE = tl.constexpr(-1)
 _CURSOR = tl.constexpr(state.CURSOR)
-_ROWS = tl.constexpr(8)
-_HALF = tl.constexpr(4)
 
 
 @triton.jit
@@ -41,6 +39,7 @@ def assign(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr,
     LANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Give the listed claims their slots, and all misses their addresses."""
@@ -56,7 +55,7 @@ def assign(  # type: ignore[no-untyped-def]
         before += tl.where(program > other, count & 0xFFFF, 0)
         own = tl.where(program == other, count, own)
         most = tl.maximum(most, count & 0xFFFF)
-    _list_free_slots(slot_round, slot_position, slots, cursor, round_number, claims, free_slots, SELECTED, LANES)
+    _list_free_slots(slot_round, slot_position, slots, cursor, round_number, claims, free_slots, SELECTED, WINDOW)
     tl.debug_barrier()  # the free slots are listed
 
     share = program * LANES
@@ -103,33 +102,21 @@ def _list_free_slots(  # type: ignore[no-untyped-def]
     claims,
     free_slots,
     SELECTED: tl.constexpr,
-    LANES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """List the first ``claims`` slots, from the cursor on, without a stamp of this round.
-
-    A window has `_ROWS` rows of ``LANES`` slots, a slot of each row to a thread. Half of the rows are scanned at once,
-    their counts side by side in 16 bits each of one word; the other half only if the first has too few free slots.
-    """
-    row = tl.arange(0, _ROWS)[:, None]
-    shift = (row % _HALF) * 16
+    """List the first ``claims`` slots, from the cursor on, without a stamp of this round."""
+    index = spread(WINDOW)
     found = claims * 0
-    for start in tl.static_range(0, SELECTED, _ROWS * LANES):
+    for start in tl.static_range(0, SELECTED, WINDOW):
         if found < claims:
-            offset = start + row * LANES + spread(LANES)[None, :]
-            slot = cursor + offset
+            slot = cursor + start + index
             slot = tl.where(slot >= slots, slot - slots, slot)
-            inside = offset < slots
+            inside = start + index < slots
             stamp = tl.load(slot_round + slot, mask=inside, other=round_number)
             owner = tl.load(slot_position + slot, mask=inside, other=-1)
+            is_free = stamp != round_number
+            rank = found + tl.cumsum(is_free.to(tl.int32)) - 1
             entry = (owner.to(tl.int64) << 32) + slot
-            for first in tl.static_range(0, _ROWS, _HALF):
-                if found < claims:
-                    is_free = (stamp != round_number) & (row >= first) & (row < first + _HALF)
-                    packed = tl.sum(is_free.to(tl.int64) << shift, axis=0)
-                    total = tl.sum(packed)
-                    ranks = found + ((tl.cumsum(packed)[None, :] >> shift).to(tl.int32) & 0xFFFF)
-                    for above in tl.static_range(_HALF):
-                        count = (total >> (16 * above)).to(tl.int32) & 0xFFFF
-                        ranks += tl.where(row > first + above, count, 0)
-                        found += count
-                    tl.store(free_slots + ranks - 1, entry, mask=is_free & (ranks <= claims))
+            tl.store(free_slots + rank, entry, mask=is_free & (rank < claims))
+            if start + WINDOW < SELECTED:
+                found = tl.max(rank) + 1

@@ -31,7 +31,6 @@ PEER_KEY_BLOCK_ADDRESS = tl.constexpr(7)
 TABLE = tl.constexpr(8)
 """Address of `GroupCache.table`; 0 where the session has no hot cache."""
 TABLE_TOKENS = tl.constexpr(9)
-"""Positions that both the table and the page map have room for."""
 SLOT_POSITION = tl.constexpr(10)
 SLOT_ROUND = tl.constexpr(11)
 CONTROL = tl.constexpr(12)
@@ -72,7 +71,7 @@ def describe(
         if cache.slots < selected:
             raise InvalidValue("slots of a hot cache", cache.slots, f"at least the {selected} that one round may pin")
         record[TABLE.value] = cache.table.data_ptr()
-        record[TABLE_TOKENS.value] = min(cache.table.shape[0], page_map.max_tokens)
+        record[TABLE_TOKENS.value] = cache.table.shape[0]
         record[SLOT_POSITION.value] = cache.slot_position.data_ptr()
         record[SLOT_ROUND.value] = cache.slot_round.data_ptr()
         record[CONTROL.value] = cache.control.data_ptr()

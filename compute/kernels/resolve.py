@@ -32,7 +32,9 @@ MAX_SELECTED = (1 << 14) - 1
 
 LANES = 256
 """Selected positions of one program, one to a thread."""
-TILE = 256
+WINDOW = 2048
+"""Slots that assign looks at in one go."""
+TILE = 512
 """Claims that assign gives slots in one go, as many of each program."""
 
 _FREE = tl.constexpr(-1)
@@ -143,6 +145,7 @@ def resolve(
         SHARED=rows > 1,
         LANES=LANES,
         PROGRAMS=programs,
+        WINDOW=WINDOW,
         TILE=TILE,
         DELAY=delay_seed,
         num_warps=LANES // 32,
@@ -171,6 +174,7 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr,
     LANES: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     DELAY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -190,8 +194,6 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     counters = load_pointer(record, field.COUNTERS, tl.int64)
     slot_rows = tl.load(record + field.SLOT_ROWS)
     slots = tl.load(record + field.SLOTS).to(tl.int32)
-    ring_base = tl.load(record + field.RING_BASE)
-    ring_pages = tl.load(record + field.RING_PAGES).to(tl.int32)
     table_tokens = tl.load(record + field.TABLE_TOKENS)
     active = table_tokens > 0  # an idle place has no tokens
     in_table = (position >= 0) & (position < table_tokens)
@@ -201,7 +203,6 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     round_number = tl.load(control + _ROUND, mask=active, other=0) + 1
     delay(DELAY, round_number, 0)
     found = tl.load(table + position, mask=in_table, other=_FREE)
-    home = tl.load(page_address + position // _PAGE_TOKENS, mask=in_table, other=0)  # in case it is missed
 
     valid = in_table & (position < length)
     in_ring = valid & (position >= ring_first)
@@ -210,6 +211,7 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     tl.store(slot_round + found, round_number, mask=hit)
     delay(DELAY, round_number, 1)
     missed = cached & (found < 0)
+    home = tl.load(page_address + position // _PAGE_TOKENS, mask=missed, other=0)
     claimed = missed
     if SHARED:
         unclaimed = missed & (found == _FREE)
@@ -218,6 +220,12 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
     duplicate = missed & ~claimed
 
     token_offset = group_offset + (position % _PAGE_TOKENS) * group_row_bytes
+    ring_page = (position // _PAGE_TOKENS) % tl.maximum(tl.load(record + field.RING_PAGES).to(tl.int32), 1)
+    in_ring_at = tl.load(record + field.RING_BASE) + ring_page.to(tl.int64) * stride + token_offset
+    in_slot_at = slot_rows + found.to(tl.int64) * group_row_bytes
+    address = tl.where(in_ring, in_ring_at, tl.where(hit, in_slot_at, 0))
+    tl.store(addresses + first + lane, address, mask=(lane < SELECTED) & ~missed)
+
     ranks = tl.cumsum(claimed.to(tl.int32) + (duplicate.to(tl.int32) << 16))  # of both, 16 bits each
     share = session * (PROGRAMS * LANES) + tl.program_id(0) * LANES
     at = share + tl.where(claimed, (ranks & 0xFFFF) - 1, LANES - (ranks >> 16))
@@ -263,6 +271,7 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
                 SHARED,
                 LANES,
                 PROGRAMS,
+                WINDOW,
                 TILE,
             )
         tl.store(misses + session, claims)
@@ -272,10 +281,3 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
         for counter in tl.static_range(4):
             added = (word >> (8 + 14 * counter)) & _COUNT
             tl.atomic_add(counters + counter, added, mask=active, sem="relaxed")  # an add that waits for nothing
-
-    # Assign neither reads nor writes what hits and ring positions get: no ticket has to wait for it.
-    ring_page = (position // _PAGE_TOKENS) % tl.maximum(ring_pages, 1)
-    in_ring_at = ring_base + ring_page.to(tl.int64) * stride + token_offset
-    in_slot_at = slot_rows + found.to(tl.int64) * group_row_bytes
-    address = tl.where(in_ring, in_ring_at, tl.where(hit, in_slot_at, 0))
-    tl.store(addresses + first + lane, address, mask=(lane < SELECTED) & ~missed)
