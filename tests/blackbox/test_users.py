@@ -67,6 +67,20 @@ def test_extents_go_to_another_uid_zeroed_and_only_after_death(open_daemon: Daem
         client.close_session(mine.session, 1)
 
 
+def test_vram_goes_to_another_uid_zeroed_and_only_after_death(open_daemon: DaemonProcess) -> None:
+    """Two pieces: one in use, and a temporary that was given back and is kept for its lease."""
+    with WorkerProcess(open_daemon.run_dir, "filled_device", uid=UID) as worker, Client(open_daemon.run_dir) as client:
+        with pytest.raises(OutOfCapacity):
+            client.allocate_device("cpu", 64 << 20, "arena")
+        worker.kill()
+        wait_until(open_daemon, lambda stats: worker.lease not in {lease.lease for lease in stats.leases})
+        for purpose in ("ring", "temporary"):
+            memory = client.allocate_device("cpu", 32 << 20, purpose)  # type: ignore[arg-type]
+            fd = client.claim(memory)
+            assert not any(os.pread(fd, 32 << 20, 0))
+            os.close(fd)
+
+
 def test_daemon_block_cannot_be_opened_for_writing(open_daemon: DaemonProcess) -> None:
     with WorkerProcess(open_daemon.run_dir, "pries_open", uid=UID) as worker:
         assert worker.read() == {"refused": "Permission denied"}

@@ -152,6 +152,16 @@ class Steps:
             os.pwrite(fd, b"\xff" * (4 << 20), 0)
         self.client.close_session(self.opened.session, 1)
 
+    def filled_device(self) -> None:
+        """With all VRAM, in two pieces, one of them temporary, each full of ones."""
+        for purpose in ("ring", "temporary"):
+            memory = self.client.allocate_device("cpu", 32 << 20, purpose)  # type: ignore[arg-type]
+            fd = self.client.claim(memory)
+            os.pwrite(fd, b"\xff" * memory.committed, 0)
+            os.close(fd)
+            if purpose == "temporary":
+                self.client.free_device(memory.handle)
+
     def pries_open(self) -> None:
         """With a session whose daemon block it tries to open for writing."""
         self.created()
