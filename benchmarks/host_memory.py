@@ -12,6 +12,7 @@ from torch import Tensor
 from protocol.errors import OsFailure
 
 _CHUNK = 4 << 30
+_REGISTERED = 64 << 30  # one copy must not cross from one registration to the next
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; not in the mmap module
 _PORTABLE = 1  # cudaHostRegisterPortable
 
@@ -32,8 +33,8 @@ def registered(nbytes: int) -> Tensor:
         list(threads.map(populate, range(0, nbytes, _CHUNK)))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
-    for start in range(0, nbytes, _CHUNK):
-        size = min(_CHUNK, nbytes - start)
+    for start in range(0, nbytes, _REGISTERED):
+        size = min(_REGISTERED, nbytes - start)
         status = int(runtime.cudaHostRegister(tensor.data_ptr() + start, size, _PORTABLE))
         if status:
             raise OsFailure(f"cudaHostRegister of {size} bytes failed: error {status}", call="cudaHostRegister")

@@ -1,7 +1,8 @@
 # Boots systemd as pid 1 of fresh namespaces, on a copy-on-write view of this machine's root. Arguments: a folder for
-# the view's parts, and a folder that both sides see (in the machine: /mnt). Exit status 75: not permitted here.
+# the view's parts, a folder that both sides see (in the machine: /mnt), and the checkout, which is seen at its own path
+# wherever it lies. Exit status 75: not permitted here.
 set -eu
-parts=$1 shared=$2
+parts=$1 shared=$2 checkout=$3
 permitted() { "$@" || { echo "not permitted: $*" >&2; exit 75; }; }
 
 permitted mount -t tmpfs -o mode=0755 tmpfs "$parts"
@@ -32,6 +33,7 @@ ln -s /proc/self/fd "$root/dev/fd"
 touch "$parts/console" "$root/dev/console"
 mount --bind "$parts/console" "$root/dev/console"
 mount --bind "$shared" "$root/mnt"
+[ -e "$root$checkout" ] || { mkdir -p "$root$checkout" && mount --bind "$checkout" "$root$checkout"; }
 mkdir -p "$root/run/old"
 cd "$root"
 permitted pivot_root . run/old

@@ -78,7 +78,8 @@ class Machine:
         script = Path(__file__).with_name("machine_boot.sh")
         namespaces = ["--mount", "--propagation=private", "--pid", "--fork", "--ipc", "--uts", "--cgroup"]
         join: Sequence[str] = ["sh", "-c", 'echo $$ >"$0/cgroup.procs" && exec "$@"', str(self._group)]
-        command = [*join, "unshare", *namespaces, "--kill-child", "sh", str(script), str(self._parts), str(shared)]
+        command = [*join, "unshare", *namespaces, "--kill-child", "sh", str(script)]
+        command += [str(self._parts), str(shared), str(script.parents[2])]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def _first_process(self) -> int:

@@ -217,9 +217,10 @@ def test_a_worker_decodes(service: Machine) -> None:
     service.write("/etc/kvd/prompt.txt", "All work and no play makes a dull page table. " * 8)
     command = f"{sys.executable} -m compute.cli generate --prompt-file /etc/kvd/prompt.txt --tokens 4 --json"
     service.write("/etc/kvd/worker-one.env", f"WORKER_COMMAND={command}\nOMP_NUM_THREADS=1\n")
-    # The interpreter with torch may lie in root's home here; on a node it does not.
+    # The interpreter with torch may lie in root's home here, and the checkout in /tmp; on a node they do not.
     service.run("chmod", "o+x", "/root")
-    dropin = f"[Service]\nProtectHome=no\nWorkingDirectory={ROOT}\nRestart=no\nEnvironment=PYTHONDONTWRITEBYTECODE=1\n"
+    here = f"ProtectHome=no\nPrivateTmp=no\nWorkingDirectory={ROOT}\n"
+    dropin = f"[Service]\n{here}Restart=no\nEnvironment=PYTHONDONTWRITEBYTECODE=1\n"
     service.write("/etc/systemd/system/kvd-worker@one.service.d/test.conf", dropin)
     service.run("systemctl", "daemon-reload")
     service.run("systemctl", "start", "kvd-worker@one")
