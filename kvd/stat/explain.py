@@ -107,7 +107,7 @@ def _is_memfd(link: Path) -> bool:
 
 
 def _nvml_in_use(device: str) -> int | None:
-    """What the driver reports as taken by anybody, its own share included; None without the package ``nvidia-ml-py``."""
+    """What the driver reports as taken by anybody, itself included; None without the package ``nvidia-ml-py``."""
     try:
         import pynvml
     except ImportError:

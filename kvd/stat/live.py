@@ -94,17 +94,19 @@ def _views(ask: Callable[[], NodeStats], interval_s: float) -> Iterator[Renderab
 
 def render(stats: NodeStats, found: dict[int, Rates]) -> RenderableType:
     """One look: the daemon, its tiers, its leases, its sessions."""
-    tiers = Table(box=None, pad_edge=False, show_header=False)
-    for tier in stats.tiers:
-        sizes = (f"{name} {format_bytes(getattr(tier, name))}" for name in ("requested", "committed", "capacity"))
-        waiting = f"quarantined {format_bytes(tier.quarantined)}" if tier.quarantined else ""
-        tiers.add_row(tier.tier, Text(bar(tier)), *sizes, waiting)
     quarantined = sum(lease.state == "quarantined" for lease in stats.leases)
     leases = f"leases: {len(stats.leases)}, of which quarantined: {quarantined}"
-    parts: list[RenderableType] = [Text(headline(stats)), tiers, Text(leases)]
+    parts: list[RenderableType] = [Text(headline(stats)), *map(_tier, stats.tiers), Text(leases)]
     if stats.sessions:
         parts.append(_sessions(stats, found))
     return Group(*parts)
+
+
+def _tier(tier: TierStats) -> Text:
+    """Its sizes, and below them its bar, which fits any terminal."""
+    sizes = ", ".join(f"{name} {format_bytes(getattr(tier, name))}" for name in ("requested", "committed", "capacity"))
+    waiting = f", quarantined {format_bytes(tier.quarantined)}" if tier.quarantined else ""
+    return Text(f"{tier.tier}: {sizes}{waiting}\n{bar(tier)}")
 
 
 def bar(tier: TierStats) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -97,15 +98,34 @@ def test_a_block_for_each_interval_without_a_terminal(daemon: DaemonProcess, arg
     with WorkerProcess(daemon.run_dir, "committed"), watching(daemon, *arguments) as process:
         first, second = read_blocks(process, 2)
         assert "host" in first
-        assert re.search(
-            r"^vram:cpu +█{2}▒{6}·{32} +requested 3 MiB +committed 12 MiB +capacity 64 MiB", first, re.MULTILINE
-        )
+        assert "vram:cpu: requested 3 MiB, committed 12 MiB, capacity 64 MiB\n" + "█" * 2 + "▒" * 6 + "·" * 32 in first
         assert "leases: 1, of which quarantined: 0" in first
         [row] = re.findall(r"^ ?victim.*$", second, re.MULTILINE)
         assert row.split() == ["victim", "held", "victim", "3", "160", "0", "0", "0", "0", "B", "0", "B"]
         process.send_signal(signal.SIGINT)
         _, complaints = process.communicate(timeout=10)
         assert (process.returncode, complaints) == (0, "")
+
+
+def test_on_a_terminal_it_is_shown_in_place(daemon: DaemonProcess) -> None:
+    ours, theirs = pty.openpty()
+    command_line = [*COMMAND, "--run-dir", str(daemon.run_dir), "0.1"]
+    environment = {**clean_environment(), "TERM": "xterm"}
+    process = subprocess.Popen(command_line, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    try:
+        shown = b""
+        while shown.count(b"vram:cpu: requested 0 B") < 2:
+            shown += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None:
+            shown += os.read(ours, 4096)
+    except OSError:  # the terminal's other end is closed
+        pass
+    finally:
+        os.close(ours)
+        status = process.wait(10)
+    assert (status, b"Traceback" in shown) == (0, False)
 
 
 def test_it_ends_quietly_when_nobody_reads(daemon: DaemonProcess) -> None:

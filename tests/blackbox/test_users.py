@@ -75,7 +75,7 @@ def test_vram_goes_to_another_uid_zeroed_and_only_after_death(open_daemon: Daemo
         worker.kill()
         wait_until(open_daemon, lambda stats: worker.lease not in {lease.lease for lease in stats.leases})
         for purpose in ("ring", "temporary"):
-            memory = client.allocate_device("cpu", 32 << 20, purpose)  # type: ignore[arg-type]
+            memory = client.allocate_device("cpu", 32 << 20, purpose)
             fd = client.claim(memory)
             assert not any(os.pread(fd, 32 << 20, 0))
             os.close(fd)

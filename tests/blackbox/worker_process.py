@@ -155,7 +155,7 @@ class Steps:
     def filled_device(self) -> None:
         """With all VRAM, in two pieces, one of them temporary, each full of ones."""
         for purpose in ("ring", "temporary"):
-            memory = self.client.allocate_device("cpu", 32 << 20, purpose)  # type: ignore[arg-type]
+            memory = self.client.allocate_device("cpu", 32 << 20, purpose)
             fd = self.client.claim(memory)
             os.pwrite(fd, b"\xff" * memory.committed, 0)
             os.close(fd)
