@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -51,8 +52,10 @@ class DaemonProcess:
     @property
     def segments(self) -> list[str]:
         """Names in /dev/shm of segments that it has open."""
-        links = Path(f"/proc/{self.process.pid}/fd").iterdir()
-        targets = {os.readlink(link) for link in links}
+        targets = set()
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                targets.add(os.readlink(link))
         return sorted(target for target in targets if target.startswith("/dev/shm/kvd"))
 
     @staticmethod

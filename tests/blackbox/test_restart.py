@@ -34,7 +34,14 @@ from tests.blackbox.daemon_process import DaemonProcess
 from tests.blackbox.raw import FINGERPRINT, RawPeer, read_fd
 from tests.blackbox.test_worker_death import open_session, wait_until
 from tests.blackbox.worker_process import PAGE_BYTES, TOKEN_CAPACITY, WorkerProcess, publish
+from tests.leaks import orphans_expected
 from tests.torture.restart import run_rounds
+
+
+@pytest.fixture(autouse=True)
+def _kills_daemons() -> Iterator[None]:
+    with orphans_expected():
+        yield
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from protocol.errors import (
 from protocol.layout import Q8G64
 from protocol.model import DEMO
 from tests.blackbox.daemon_process import DaemonProcess, clean_environment
+from tests.leaks import orphans_expected
 from tests.saved_files import Parts, read, resealed
 
 pytestmark = pytest.mark.leaks_per_module
@@ -274,7 +275,7 @@ def test_a_killed_daemon_leaves_whole_files(run_dir: Path) -> None:
     state = run_dir / "state"
     acknowledged: list[str] = []
     for round_number in range(4):
-        with DaemonProcess(run_dir, drain_timeout_s="0", disk_state_dir=str(state)) as process:
+        with orphans_expected(), DaemonProcess(run_dir, drain_timeout_s="0", disk_state_dir=str(state)) as process:
             process.wait_ready()
             with Client(run_dir) as client, ThreadPoolExecutor(1) as pool:
                 for name in acknowledged:

@@ -185,12 +185,22 @@ class _Trial:
         assert self._daemon is not None
         stats = self._daemon.stat()
         tiers = [(tier.tier, tier.requested, tier.committed, tier.quarantined) for tier in stats.tiers]
-        files = len(os.listdir(f"/proc/{self._daemon.process.pid}/fd"))
+        files = _settled_descriptors(self._daemon.process.pid)
         names = self._daemon.segments
         return tiers, stats.ledger, len(stats.leases), len(stats.sessions), len(names), files
 
     def _fail(self, reason: str) -> None:
         self._outcome.failures.append(reason)
+
+
+def _settled_descriptors(pid: int) -> int:
+    """How many descriptors a daemon has when it has closed, in its own time, the connections that were just used."""
+    folder = f"/proc/{pid}/fd"
+    before, now = -1, len(os.listdir(folder))
+    while now != before:
+        time.sleep(0.1)
+        before, now = now, len(os.listdir(folder))
+    return now
 
 
 def _order(prompt: int, resume: bool) -> Order:
