@@ -44,9 +44,11 @@ class ControlListener:
         self._log = log
         self._changes = 0
         self.is_open = True
-        self._nobody = _listening(path)
-        path.unlink()  # so nobody can
-        self._socket = _listening(path)
+        self._nobody = _bound(path)
+        path.unlink()  # before it listens: nobody can ever connect to it
+        self._nobody.listen()
+        self._socket = _bound(path)
+        self._socket.listen(BACKLOG)
         self._duplicate = os.dup(self._socket.fileno())
         try:
             router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
@@ -115,12 +117,11 @@ class ControlListener:
             accepted.close()
 
 
-def _listening(path: Path) -> socket.socket:
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+def _bound(path: Path) -> socket.socket:
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        listening.bind(str(path))
-        listening.listen(BACKLOG)
+        bound.bind(str(path))
     except OSError as error:
-        listening.close()
+        bound.close()
         raise OsFailure(f"control socket {path}: {error.strerror}", path=str(path)) from error
-    return listening
+    return bound
