@@ -219,6 +219,8 @@ class Client:
                 )
             reply = codec.decode_reply(self._control.recv())
             if isinstance(reply, messages.ErrorReply) and reply.seq in (0, self._seq):
+                if self._handles.fileno() in ready:  # it is of the next daemon, which ZeroMQ has connected to meanwhile
+                    raise self._lease_lost(None)
                 raise error_from(reply.code, reply.message, reply.facts)
             if reply.seq == self._seq:
                 break
