@@ -23,7 +23,7 @@ from protocol.errors import DaemonUnavailable, InvalidValue, KvdError
 from protocol.stats import NodeStats
 
 PROMPT_TOKENS = 8192
-DECODE_TOKENS = 320
+DECODE_TOKENS = 256
 HOT_ROWS = 2048
 HOST_CAPACITY = "256MiB"
 EXTENT = "32MiB"
