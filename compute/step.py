@@ -39,9 +39,9 @@ from protocol.layout import INDEX_DIM, LATENT_DIM, PAGE_TOKENS, ROPE_DIM, PageFo
 BATCH_SIZES = (1, 2, 4, 8, 16)
 """Sessions of a recorded step; a batch in between is filled up with idle places."""
 
-Overlap = Literal["serial", "branch", "branch-pdl"]
-OVERLAPS: tuple[Overlap, ...] = ("serial", "branch", "branch-pdl")
-"""How the round of a group goes: before its first layer; on a branch beside it; so with programmatic edges too."""
+Overlap = Literal["serial", "branch"]
+OVERLAPS: tuple[Overlap, ...] = ("serial", "branch")
+"""How the round of a group goes: before its first layer, which is better where much is missed; or beside it."""
 
 Choose = Callable[[int, Tensor], None]
 """Called with a group and its selection int32 [batch, rows, k]; enqueues what replaces it, for benches and tests."""
