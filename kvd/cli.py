@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvd import __version__, admin_cli, config, logs, plan, saved_cli, support_cli
+from kvd import __version__, config, logs
 from kvd.arguments import Parser
+from kvd.commands import admin, plan, saved, support_bundle
 from kvd.config import KEYS, Config
 from kvd.daemon import Daemon
 from kvd.doctor import cli as doctor
@@ -69,9 +70,9 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--json", action="store_true", help="print one JSON object")
     plan.add_parser(commands)
     doctor.add_parser(commands)
-    saved_cli.add_parsers(commands)
-    admin_cli.add_parser(commands)
-    support_cli.add_parser(commands)
+    saved.add_parsers(commands)
+    admin.add_parser(commands)
+    support_bundle.add_parser(commands)
     return parser
 
 
@@ -112,7 +113,7 @@ def _check_config(parsed: argparse.Namespace) -> int:
 def _print_config(parsed: argparse.Namespace) -> int:
     settings = _load(parsed)
     if parsed.json:
-        print(json.dumps(support_cli.settings_document(settings), indent=2))
+        print(json.dumps(support_bundle.settings_document(settings), indent=2))
         return 0
     section = ""
     for dotted, key in KEYS.items():
@@ -129,7 +130,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "print-config": _print_config,
     "plan": plan.run,
     "doctor": lambda parsed: doctor.run(parsed, _load(parsed)),
-    "admin": admin_cli.run,
-    "support-bundle": lambda parsed: support_cli.run(parsed, _load(parsed)),
-    **saved_cli.COMMANDS,
+    "admin": admin.run,
+    "support-bundle": lambda parsed: support_bundle.run(parsed, _load(parsed)),
+    **saved.COMMANDS,
 }

@@ -20,16 +20,16 @@ from kvd.config import Config
 from kvd.handle_socket import HandleSocket
 from kvd.logs import Log
 from kvd.loop import Loop
+from kvd.metrics.stall_watch import StallWatch
 from kvd.node import BALANCED, Node
 from kvd.notify import Notifier
 from kvd.run_dir import RunDir, shm_prefix
 from kvd.server import ControlServer
-from kvd.stall_watch import StallWatch
 from protocol.errors import ConfigError, KvdError, OsFailure
 from protocol.messages import Reply
 
 if TYPE_CHECKING:
-    from kvd.metrics_server import MetricsServer
+    from kvd.metrics.server import MetricsServer
 
 CHECK_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 2.0
@@ -95,7 +95,7 @@ class Daemon:
         if not address:
             return
         try:
-            from kvd.metrics_server import MetricsServer
+            from kvd.metrics.server import MetricsServer
         except ImportError as error:
             raise ConfigError(f"metrics.listen needs the extra metrics: {error}", key="metrics.listen") from error
         old_umask = os.umask(0o177)

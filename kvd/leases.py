@@ -2,7 +2,7 @@
 
 A lease lives as long as its connection to the handle socket (`kvd.handle_socket`) *and* its process. When only the
 connection ends, the process may still have everything mapped: the lease is in quarantine, and nothing that it holds is
-reused, until its process is known dead. What a lease holds is in the ledger and in `kvd.sessions`, not here.
+reused, until its process is known dead. What a lease holds is in the ledger and in `kvd.sessions.registry`, not here.
 """
 
 from __future__ import annotations

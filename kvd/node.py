@@ -10,21 +10,21 @@ from pathlib import Path
 
 from kvd.alloc.ledger import Ledger
 from kvd.config import Config, LimitsConfig
-from kvd.copies import Copies
-from kvd.counters import Counters
 from kvd.device_memory import DeviceMemoryVerbs
-from kvd.forks import Forks
-from kvd.inheritance import Inheritance
-from kvd.jobs import Jobs
 from kvd.leases import Lease, Leases
 from kvd.logs import Log
+from kvd.metrics.counters import Counters
 from kvd.operators import Operators
 from kvd.peers import Peer, Process
-from kvd.remains import look
-from kvd.saving import Saving
-from kvd.session import HOST_TIER
-from kvd.sessions import Sessions
-from kvd.spilling import Spilling
+from kvd.saved.copies import Copies
+from kvd.saved.jobs import Jobs
+from kvd.saved.saving import Saving
+from kvd.saved.spilling import Spilling
+from kvd.sessions.forks import Forks
+from kvd.sessions.inheritance import Inheritance
+from kvd.sessions.registry import Sessions
+from kvd.sessions.remains import look
+from kvd.sessions.session import HOST_TIER
 from kvd.tiers.disk import StateDirectory
 from kvd.tiers.driver import DeviceDriver
 from kvd.tiers.driver_cpu import CpuDriver

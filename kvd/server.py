@@ -15,14 +15,14 @@ from pathlib import Path
 import zmq
 
 from kvd import __version__
-from kvd.counters import DONE
-from kvd.jobs import Job
 from kvd.leases import require_client_name
 from kvd.listener import ControlListener
 from kvd.logs import Log
 from kvd.loop import Loop
+from kvd.metrics.counters import DONE
 from kvd.node import Node
 from kvd.peers import Peer, peer_of_address
+from kvd.saved.jobs import Job
 from kvd.stats import node_stats
 from kvd.version import SPOKEN_VERSIONS, require_version
 from protocol import codec, messages

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvd.leases import Lease
-from kvd.session import Session
+from kvd.sessions.session import Session
 from kvd.tiers.host_ram import HostRam
 from protocol.handles import Extent, SharedMemory
 

@@ -9,7 +9,7 @@ from kvd import __version__
 from kvd.alloc.ledger import Ledger
 from kvd.leases import Lease
 from kvd.node import Node
-from kvd.session import Session
+from kvd.sessions.session import Session
 from protocol.stats import STATS_SCHEMA, LeaseStats, NodeStats, PurposeStats, SessionStats, TierStats
 
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import xxhash
 
-from kvd.saved_file import Place, SavedFile, SavedHeader, write
-from kvd.session_content import SessionContent
+from kvd.saved.file import Place, SavedFile, SavedHeader, write
+from kvd.sessions.content import SessionContent
 
 FIELDS = struct.Struct("<10Q16s32s128s")
 STRIDE = 8192

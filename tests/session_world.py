@@ -13,11 +13,11 @@ import structlog
 
 from kvd.alloc.ledger import Ledger
 from kvd.config import LimitsConfig
-from kvd.forks import Forks
 from kvd.leases import Lease, Leases
 from kvd.peers import Process, peer_of_socket
-from kvd.session import HOST_TIER, Session
-from kvd.sessions import Sessions
+from kvd.sessions.forks import Forks
+from kvd.sessions.registry import Sessions
+from kvd.sessions.session import HOST_TIER, Session
 from kvd.tiers.host_ram import HostRam, frame_extent
 from protocol.handles import LeaseRef
 from protocol.messages import (

@@ -1,1 +1,1 @@
-"""The views of ``kvd-stat``: tables, live, check and explain. The command itself is `kvd.stat_cli`."""
+"""The views of ``kvd-stat``: tables, live, check and explain. The command itself is `kvd.commands.stat`."""

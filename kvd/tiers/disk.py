@@ -1,7 +1,7 @@
 """The disk tier: one directory of saved files, which only the daemon's uid may enter, and a limit to their bytes.
 
 Names are data: whatever one is, it leads to a regular file in this directory or nowhere. Files appear whole, under
-their name, or not at all. What is in them is known to `kvd.saved_file`. Every method may be called from any thread.
+their name, or not at all. What is in them is known to `kvd.saved.file`. Every method may be called from any thread.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.samples import Sample
 
 from compute.client import Client
-from kvd.metrics import WORKER_COUNTERS
+from kvd.metrics.exporter import WORKER_COUNTERS
 from protocol.errors import KvdError, OutOfCapacity
 from protocol.session_state import COUNTER_NAMES, WorkerBlock, WorkerBlockLayout
 from tests.blackbox.daemon_process import DaemonProcess

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from compute.worker import HistorySettings, Worker
-from kvd.footprint import Footprint
+from kvd.commands.footprint import Footprint
 from protocol.layout import Q8G64
 from protocol.model import DEMO
 from tests.blackbox.daemon_process import DaemonProcess

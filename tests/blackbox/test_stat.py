@@ -43,7 +43,7 @@ def worker(shared_daemon: DaemonProcess) -> Iterator[WorkerProcess]:
 
 
 def test_json_is_the_statistics(shared_daemon: DaemonProcess, worker: WorkerProcess) -> None:
-    ended = command("kvd.stat_cli", "--run-dir", str(shared_daemon.run_dir), "--json")
+    ended = command("kvd.commands.stat", "--run-dir", str(shared_daemon.run_dir), "--json")
     assert ended.returncode == 0
     assert len(ended.stdout.splitlines()) == 1
     document = json.loads(ended.stdout)
@@ -66,7 +66,7 @@ def test_json_is_the_statistics(shared_daemon: DaemonProcess, worker: WorkerProc
 
 
 def test_tables_have_both_words_and_every_number(shared_daemon: DaemonProcess, worker: WorkerProcess) -> None:
-    ended = command("kvd.stat_cli", "--run-dir", str(shared_daemon.run_dir))
+    ended = command("kvd.commands.stat", "--run-dir", str(shared_daemon.run_dir))
     assert ended.returncode == 0
     for heading in ("requested (logical)", "committed (real)", "capacity", "peak committed", "quarantined"):
         assert heading in ended.stdout
@@ -78,14 +78,14 @@ def test_tables_have_both_words_and_every_number(shared_daemon: DaemonProcess, w
 
 
 def test_no_daemon(run_dir: Path) -> None:
-    ended = command("kvd.stat_cli", "--run-dir", str(run_dir))
+    ended = command("kvd.commands.stat", "--run-dir", str(run_dir))
     assert (ended.returncode, ended.stdout) == (69, "")
     assert ended.stderr == f"kvd-stat: no daemon at {run_dir}/kvd.sock: No such file or directory\n"
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(f"{run_dir}/kvd.sock")
-    assert command("kvd.stat_cli", "--run-dir", str(run_dir)).stderr.endswith("kvd.sock: Connection refused\n")
-    assert command("kvd.stat_cli", "--run-dir", f"/tmp/{'d' * 120}").returncode == 69
-    assert command("kvd.stat_cli", "--frobnicate").returncode == 64
+    assert command("kvd.commands.stat", "--run-dir", str(run_dir)).stderr.endswith("kvd.sock: Connection refused\n")
+    assert command("kvd.commands.stat", "--run-dir", f"/tmp/{'d' * 120}").returncode == 69
+    assert command("kvd.commands.stat", "--frobnicate").returncode == 64
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -103,7 +103,7 @@ def test_documentation_has_every_field(section: str) -> None:
 
 def test_help_and_version() -> None:
     assert command("kvd.cli", "--version").stdout == f"kvd {__version__}\n"
-    assert command("kvd.stat_cli", "--version").stdout == f"kvd-stat {__version__}\n"
+    assert command("kvd.commands.stat", "--version").stdout == f"kvd-stat {__version__}\n"
     shown = command("kvd.cli", "--help").stdout
     for name in ("run", "check-config", "print-config", "plan", "examples:", "exit status:"):
         assert name in shown
@@ -112,6 +112,8 @@ def test_help_and_version() -> None:
 
 
 def test_the_commands_import_neither_the_compute_side_nor_torch() -> None:
-    code = "import sys, kvd.cli, kvd.stat_cli; print({'compute', 'torch'} & {m.split('.')[0] for m in sys.modules})"
+    code = (
+        "import sys, kvd.cli, kvd.commands.stat; print({'compute', 'torch'} & {m.split('.')[0] for m in sys.modules})"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "set()\n"

@@ -25,7 +25,7 @@ from tests.blackbox.worker_process import WorkerProcess
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-c", "from kvd.stat_cli import main; raise SystemExit(main())"]
+COMMAND = [sys.executable, "-c", "from kvd.commands.stat import main; raise SystemExit(main())"]
 
 TAKING_DRIVER = """
 import os, sys
@@ -81,14 +81,14 @@ def read_blocks(process: subprocess.Popen[str], count: int) -> list[str]:
 
 
 def check_line(run_dir: Path, *arguments: str) -> tuple[int, str]:
-    ended = command("kvd.stat_cli", "--run-dir", str(run_dir), "--check", *arguments)
+    ended = command("kvd.commands.stat", "--run-dir", str(run_dir), "--check", *arguments)
     assert ended.stderr == ""
     assert ended.stdout.count("\n") == 1
     return ended.returncode, ended.stdout
 
 
 def explanation(daemon: DaemonProcess, *arguments: str) -> Explanation:
-    ended = command("kvd.stat_cli", "--run-dir", str(daemon.run_dir), "explain", "--json", *arguments)
+    ended = command("kvd.commands.stat", "--run-dir", str(daemon.run_dir), "explain", "--json", *arguments)
     assert (ended.returncode, ended.stderr) == (0, "")
     return msgspec.json.decode(ended.stdout, type=Explanation)
 
@@ -140,7 +140,7 @@ def test_it_ends_quietly_when_nobody_reads(daemon: DaemonProcess) -> None:
 
 @pytest.mark.parametrize("arguments", [("0",), ("nan",), ("soon",), ("--watch", "-1"), ("--warn-host", "x")])
 def test_wrong_arguments(run_dir: Path, arguments: tuple[str, ...]) -> None:
-    assert command("kvd.stat_cli", "--run-dir", str(run_dir), *arguments).returncode == 64
+    assert command("kvd.commands.stat", "--run-dir", str(run_dir), *arguments).returncode == 64
 
 
 def test_check_of_a_daemon_that_is_well(daemon: DaemonProcess) -> None:
@@ -225,7 +225,7 @@ def test_page_cache_of_saved_sessions(daemon: DaemonProcess, tmp_path: Path) -> 
 
 
 def test_explanation_for_people(daemon: DaemonProcess) -> None:
-    ended = command("kvd.stat_cli", "--run-dir", str(daemon.run_dir), "explain")
+    ended = command("kvd.commands.stat", "--run-dir", str(daemon.run_dir), "explain")
     assert ended.returncode == 0
     assert re.search(r"^device cpu: 0 B in use\n  committed by the daemon +0 B$", ended.stdout, re.MULTILINE)
     assert f"process {daemon.process.pid}, the daemon" in ended.stdout
@@ -250,5 +250,5 @@ def test_documentation_has_every_term(section: str, cls: type[msgspec.Struct]) -
 
 
 def test_explanation_is_json_with_a_version(daemon: DaemonProcess) -> None:
-    ended = command("kvd.stat_cli", "--run-dir", str(daemon.run_dir), "explain", "--json")
+    ended = command("kvd.commands.stat", "--run-dir", str(daemon.run_dir), "explain", "--json")
     assert json.loads(ended.stdout)["schema"] == 1

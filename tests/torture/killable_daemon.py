@@ -6,10 +6,11 @@ import os
 import sys
 from typing import Any
 
-from kvd import cli, session_blocks
-from kvd.inheritance import Inheritance
-from kvd.session_blocks import SessionBlocks
-from kvd.sessions import Sessions
+from kvd import cli
+from kvd.sessions import blocks as session_blocks
+from kvd.sessions.blocks import SessionBlocks
+from kvd.sessions.inheritance import Inheritance
+from kvd.sessions.registry import Sessions
 from kvd.shared_memory import SharedMemoryGranter
 from kvd.tiers.host_ram import HostRam
 from kvd.tiers.segment import Segment

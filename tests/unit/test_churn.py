@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvd.session import Session
+from kvd.sessions.session import Session
 from protocol.errors import InvalidValue, OutOfCapacity
 from protocol.messages import ExtendSession
 from tests.session_world import MIB, NOBODY, STRIDE, SessionWorld, session_world

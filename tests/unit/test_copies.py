@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import pytest
 import structlog
 
-from kvd.copies import Copies
-from kvd.jobs import Jobs, Step
-from kvd.session import Session
-from kvd.spilling import Spilling
+from kvd.saved.copies import Copies
+from kvd.saved.jobs import Jobs, Step
+from kvd.saved.spilling import Spilling
+from kvd.sessions.session import Session
 from kvd.tiers.disk import SAVED, SPILLED, StateDirectory, file_name
 from protocol.errors import KvdError, SavedRefused
 from tests.saved_files import read as read_file

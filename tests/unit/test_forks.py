@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.config import LimitsConfig
-from kvd.session import Session
+from kvd.sessions.session import Session
 from protocol.errors import (
     InvalidValue,
     OutOfCapacity,

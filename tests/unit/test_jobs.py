@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd import jobs as jobs_module
-from kvd.jobs import Job, Jobs
+from kvd.saved import jobs as jobs_module
+from kvd.saved.jobs import Job, Jobs
 from protocol.errors import OsFailure
 from protocol.messages import Done, Reply
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvd import metrics_server
-from kvd.counters import Counters
-from kvd.metrics import Snapshot
-from kvd.metrics_server import Exchange, Unavailable
+from kvd.metrics import server as metrics_server
+from kvd.metrics.counters import Counters
+from kvd.metrics.exporter import Snapshot
+from kvd.metrics.server import Exchange, Unavailable
 from kvd.settings import LocalAddress
 from protocol.stats import STATS_SCHEMA, NodeStats
 

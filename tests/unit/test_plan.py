@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd import plan
-from kvd.footprint import Footprint
+from kvd.commands import plan
+from kvd.commands.footprint import Footprint
 from protocol.errors import InvalidValue
 from protocol.layout import F32, Q8G64
 from protocol.model import DEEPSEEK_V3_2, DEMO, GLM_5_3

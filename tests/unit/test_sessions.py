@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import pytest
 import structlog
 
-import kvd.session_blocks
+import kvd.sessions.blocks
 from kvd.alloc.ledger import Ledger
 from kvd.config import LimitsConfig
 from kvd.leases import Lease, Leases
 from kvd.peers import Process, peer_of_socket
-from kvd.session import HOST_TIER, Session
-from kvd.sessions import Sessions
+from kvd.sessions.registry import Sessions
+from kvd.sessions.session import HOST_TIER, Session
 from kvd.tiers.host_ram import HostRam
 from kvd.tiers.segment import create_segments
 from protocol.daemon_block import read_daemon_block
@@ -218,7 +218,7 @@ def test_creation_that_fails_in_the_middle_leaves_nothing(
 
     before = world.snapshot()
     with monkeypatch.context() as patch:
-        patch.setattr(kvd.session_blocks, "create_segments", refuse)
+        patch.setattr(kvd.sessions.blocks, "create_segments", refuse)
         with pytest.raises(OutOfCapacity):
             world.create()
     assert calls == failing

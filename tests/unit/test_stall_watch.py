@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.stall_watch import EVENTS, REMEMBERED_BURSTS, VMSTAT, StallWatch
+from kvd.metrics.stall_watch import EVENTS, REMEMBERED_BURSTS, VMSTAT, StallWatch
 from protocol.errors import OsFailure
 
 

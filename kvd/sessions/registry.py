@@ -17,11 +17,11 @@ from kvd.alloc.ledger import Account, Ledger
 from kvd.config import LimitsConfig
 from kvd.leases import Lease
 from kvd.logs import Log
-from kvd.session import HOST_TIER, Session
-from kvd.session_blocks import SessionBlocks
-from kvd.session_limits import NAME_LIMIT, check_creation
+from kvd.sessions.blocks import SessionBlocks
+from kvd.sessions.limits import NAME_LIMIT, check_creation
+from kvd.sessions.session import HOST_TIER, Session
+from kvd.sessions.sharing import SharedFrames
 from kvd.shared_memory import SharedMemoryGranter
-from kvd.sharing import SharedFrames
 from kvd.tiers.host_ram import HostRam
 from protocol import messages
 from protocol.errors import (
@@ -55,7 +55,7 @@ class Sessions:
         self._by_name: dict[tuple[int, str], Session] = {}
         self._preparing: dict[tuple[int, str], Session] = {}
         self.spilled: set[tuple[int, str]] = set()
-        """Uid and name of those that `kvd.spilling` keeps on disk."""
+        """Uid and name of those that `kvd.saved.spilling` keeps on disk."""
         self._ended: Counter[str] = Counter()
         ledger.add_auditor(
             HOST_TIER, lambda: sum(session.blocks.taken_bytes() for session in [*self, *self._preparing.values()])
@@ -197,7 +197,7 @@ class Sessions:
         session = self.session_of(lease, number)
         self._require_holder(session, lease, session.header.generation)
 
-    # For sessions that are made of others: restored (`kvd.saving`) or forked (`kvd.forks`)
+    # For sessions that are made of others: restored (`kvd.saved.saving`) or forked (`kvd.sessions.forks`)
 
     def find(self, uid: int, name: str) -> Session:
         """The session of this name; raises `UnknownSession`."""
@@ -242,7 +242,7 @@ class Sessions:
         self._free(session)
 
     def inherit(self, session: Session) -> None:
-        """Have a session of an earlier run (`kvd.inheritance`); new ones get numbers above its own."""
+        """Have a session of an earlier run (`kvd.sessions.inheritance`); new ones get numbers above its own."""
         self._numbers = itertools.count(max(next(self._numbers), session.number + 1))
         self._sessions[session.number] = self._by_name[session.header.uid, session.name] = session
 

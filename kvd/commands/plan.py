@@ -1,6 +1,6 @@
 """The command ``kvd plan``: bytes per session, layer, replica and tier, and how many sessions fit.
 
-The arithmetic is in `kvd.footprint`.
+The arithmetic is in `kvd.commands.footprint`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from kvd.footprint import Footprint
+from kvd.commands.footprint import Footprint
 from kvd.units import format_bytes, parse_bytes, parse_count
 from protocol.layout import Q8G64, encoding_named
 from protocol.model import GLM_5_3, model_named

@@ -12,10 +12,10 @@ from kvd.alloc.ledger import Account, Ledger
 from kvd.leases import Lease, Leases
 from kvd.logs import Log
 from kvd.peers import Peer, Process
-from kvd.remains import LeftSession, Remains
-from kvd.session import HOST_TIER, Session
-from kvd.session_blocks import SessionBlocks
-from kvd.sessions import Sessions
+from kvd.sessions.blocks import SessionBlocks
+from kvd.sessions.registry import Sessions
+from kvd.sessions.remains import LeftSession, Remains
+from kvd.sessions.session import HOST_TIER, Session
 from kvd.tiers.host_ram import HostRam
 from protocol import messages
 from protocol.errors import OutOfCapacity, SessionBusy
@@ -23,7 +23,10 @@ from protocol.messages import SessionOpened
 
 
 class Inheritance:
-    """Takes up what `kvd.remains` found. ``host`` stands on its extents already; ``leases`` get the living holders'."""
+    """Takes up what `kvd.sessions.remains` found.
+
+    ``host`` stands on its extents already; ``leases`` get the living holders'.
+    """
 
     def __init__(self, ledger: Ledger, host: HostRam, leases: Leases, sessions: Sessions, log: Log) -> None:
         self._ledger = ledger

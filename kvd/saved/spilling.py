@@ -10,12 +10,12 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeVar
 
-from kvd.copies import Copies
-from kvd.jobs import Job, Step
 from kvd.logs import Log
-from kvd.session import HOST_TIER, Session
-from kvd.sessions import Sessions
-from kvd.sharing import uid_tier
+from kvd.saved.copies import Copies
+from kvd.saved.jobs import Job, Step
+from kvd.sessions.registry import Sessions
+from kvd.sessions.session import HOST_TIER, Session
+from kvd.sessions.sharing import uid_tier
 from kvd.tiers.disk import SPILLED, file_name, session_of_file
 from protocol.errors import InvalidValue, KvdError, OsFailure, OutOfCapacity, SessionBusy
 from protocol.messages import Done, Reply

@@ -2,7 +2,8 @@
 
 Invariant: a frame with several references is written by nobody. A worker writes no page before that of its last
 committed row, so a fork shares the pages before it and gets a copy of that one; and a truncation gives the session
-copies of what is shared from its new last page on. Sessions of different uids never share. `kvd.forks` has the verbs.
+copies of what is shared from its new last page on. Sessions of different uids never share. The verbs are in
+`kvd.sessions.forks`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from kvd.alloc.ledger import Account
-from kvd.session import HOST_TIER, Session
+from kvd.sessions.session import HOST_TIER, Session
 from kvd.tiers.host_ram import HostRam, frame_extent
 from protocol.errors import OsFailure, OutOfCapacity
 from protocol.layout import PAGE_TOKENS

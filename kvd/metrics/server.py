@@ -32,10 +32,10 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvd.logs import Log
 from kvd.loop import Loop
-from kvd.metrics import Snapshot, families, session_text, take_snapshot
+from kvd.metrics.exporter import Snapshot, families, session_text, take_snapshot
+from kvd.metrics.stall_watch import StallWatch
 from kvd.node import BALANCED, Node
 from kvd.settings import UNIX
-from kvd.stall_watch import StallWatch
 from protocol.errors import OsFailure
 
 FRESH_S = 1.0

@@ -1,4 +1,4 @@
-"""The daemon's state as Prometheus metrics. They are served by `kvd.metrics_server`; docs/metrics.md explains each.
+"""The daemon's state as Prometheus metrics. They are served by `kvd.metrics.server`; docs/metrics.md explains each.
 
 Needs the package ``prometheus-client`` (the extra ``metrics``).
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from kvd.counters import Counters
+from kvd.metrics.counters import Counters
+from kvd.metrics.stall_watch import StallWatch
 from kvd.node import BALANCED, Node
-from kvd.stall_watch import StallWatch
 from kvd.stats import node_stats
 from protocol.stats import NodeStats, SessionStats, TierStats
 
@@ -132,7 +132,7 @@ def session_text(sessions: Sequence[SessionStats]) -> str:
     """The metrics of single sessions, as text.
 
     One label each, the rest in an info metric to join with; and written here: the package takes ten times as long for
-    the thousands of lines of a thousand sessions. Nothing needs escaping: `kvd.session_limits` says what names are.
+    the thousands of lines of a thousand sessions. Nothing needs escaping: `kvd.sessions.limits` says what names are.
     """
     lines = ["# HELP kvd_session_info 1; whose it is", "# TYPE kvd_session_info gauge"]
     for session in sessions:

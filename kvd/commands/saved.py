@@ -15,7 +15,7 @@ from stat import S_ISREG
 
 from kvd.config import KEYS
 from kvd.control import Control, ask_stats
-from kvd.saved_file import SavedFile
+from kvd.saved.file import SavedFile
 from kvd.units import format_bytes
 from protocol.errors import DaemonUnavailable, OsFailure, SavedRefused
 from protocol.messages import Done, Drain, ListSaved, RemoveSaved, RestoreSession, Saved, SavedSessions, SaveSession

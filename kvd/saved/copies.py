@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvd import saved_file
-from kvd.jobs import Jobs, Step
 from kvd.logs import Log
-from kvd.saved_file import Place, SavedFile, SavedHeader
-from kvd.session import Session
-from kvd.session_content import SessionContent, pack_content, read_content
-from kvd.sessions import Sessions
+from kvd.saved import file as saved_file
+from kvd.saved.file import Place, SavedFile, SavedHeader
+from kvd.saved.jobs import Jobs, Step
+from kvd.sessions.content import SessionContent, pack_content, read_content
+from kvd.sessions.registry import Sessions
+from kvd.sessions.session import Session
 from kvd.tiers.disk import StateDirectory, file_name
 from kvd.tiers.host_ram import HostRam
 from protocol.errors import InvalidValue, OsFailure, SavedRefused

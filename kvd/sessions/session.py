@@ -9,7 +9,7 @@ from typing import Any
 
 from kvd.alloc.ledger import Account
 from kvd.leases import Lease
-from kvd.session_blocks import SessionBlocks
+from kvd.sessions.blocks import SessionBlocks
 from protocol.errors import FingerprintMismatch, SessionDamaged
 from protocol.session_state import SessionHeader, WorkerState
 
@@ -22,7 +22,7 @@ class Session:
     ``grants`` are those that the holder was given for the blocks. ``busy`` says what the daemon itself does with it.
     ``published`` is what its worker had published when that was last read.
     ``idle_since`` is when it was last stored, by the monotonic clock. ``prefix`` are the hashes of its first pages
-    (`protocol.prefix`), as far as `kvd.forks` has needed them.
+    (`protocol.prefix`), as far as `kvd.sessions.forks` has needed them.
     """
 
     def __init__(self, header: SessionHeader, blocks: SessionBlocks, lease: Lease | None) -> None:

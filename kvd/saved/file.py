@@ -22,8 +22,8 @@ from dataclasses import astuple, dataclass
 
 import xxhash
 
-from kvd.session_content import SessionContent
-from kvd.session_limits import ENCODING_PATTERN, LARGEST_COMMIT, LARGEST_TOKEN_CAPACITY, NAME_PATTERN
+from kvd.sessions.content import SessionContent
+from kvd.sessions.limits import ENCODING_PATTERN, LARGEST_COMMIT, LARGEST_TOKEN_CAPACITY, NAME_PATTERN
 from protocol.errors import SavedRefused
 from protocol.layout import PAGE_ALIGNMENT, PAGE_TOKENS, round_up
 from protocol.session_state import SAMPLER_BYTES

@@ -1,6 +1,6 @@
 """Sessions that begin as others: the verbs that find a prefix by its content, and that fork a session.
 
-A fork has the first rows of its source, and shares its pages (`kvd.sharing`). Both are of one uid.
+A fork has the first rows of its source, and shares its pages (`kvd.sessions.sharing`). Both are of one uid.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import dataclasses
 import os
 
 from kvd.leases import Lease
-from kvd.session import Session
-from kvd.session_content import pack_content, read_content
-from kvd.session_limits import require_session_name
-from kvd.sessions import Sessions
-from kvd.sharing import last_page
+from kvd.sessions.content import pack_content, read_content
+from kvd.sessions.limits import require_session_name
+from kvd.sessions.registry import Sessions
+from kvd.sessions.session import Session
+from kvd.sessions.sharing import last_page
 from protocol import messages
 from protocol.errors import InvalidValue, StaleGeneration
 from protocol.layout import PAGE_TOKENS

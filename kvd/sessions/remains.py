@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 
 from kvd.logs import Log
-from kvd.session_blocks import block_names
+from kvd.sessions.blocks import block_names
 from kvd.tiers.host_ram import frame_extent, frame_index
 from kvd.tiers.segment import Segment, existing_names, remove_segment
 from protocol.daemon_block import daemon_block_bytes, daemon_block_sequence, read_daemon_block

@@ -1,18 +1,18 @@
-"""The verbs about saved sessions, as jobs. How a session is copied to disk and back is in `kvd.copies`."""
+"""The verbs about saved sessions, as jobs. How a session is copied to disk and back is in `kvd.saved.copies`."""
 
 from __future__ import annotations
 
 import time
 from functools import partial
 
-from kvd.copies import Copies
-from kvd.jobs import Job
 from kvd.peers import Peer
-from kvd.saved_file import SavedHeader
-from kvd.session import Session
-from kvd.session_limits import require_session_name
-from kvd.sessions import Sessions
-from kvd.spilling import Spilling
+from kvd.saved.copies import Copies
+from kvd.saved.file import SavedHeader
+from kvd.saved.jobs import Job
+from kvd.saved.spilling import Spilling
+from kvd.sessions.limits import require_session_name
+from kvd.sessions.registry import Sessions
+from kvd.sessions.session import Session
 from kvd.tiers.disk import SAVED, SPILLED, file_name, session_of_file
 from protocol import messages
 from protocol.errors import FingerprintMismatch, InvalidValue, SessionBusy

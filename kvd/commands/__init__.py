@@ -1,0 +1,1 @@
+"""The commands of this package beside ``kvd run``; each asks a daemon, or only calculates."""

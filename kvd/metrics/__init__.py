@@ -1,0 +1,1 @@
+"""What the daemon tells a monitoring system."""

@@ -1,0 +1,1 @@
+"""Sessions: what they are, what they share, and what an earlier run left of them."""
