@@ -65,7 +65,7 @@ class History:
         self._last_selection: dict[int, Tensor] = {}
         self._length = 0
         self._use_cache = False
-        self._corrupt = False
+        self._corrupt_group: int | None = None
         number = session.number if session else 0
         pages = self.max_tokens // PAGE_TOKENS
         self._tables = Arena(
@@ -158,10 +158,10 @@ class History:
         if not self._use_cache or self.caches is None:
             return self._kernels.in_place(group, selection)
         addresses = self._kernels.round(group, selection)
-        if self._corrupt and self.caches.groups[group].control[MISSES]:
+        if group == self._corrupt_group and self.caches.groups[group].control[MISSES]:
             cache = self.caches.groups[group]
             cache.rows[cache.control[CURSOR] - 1] = 0x40  # the slot before the cursor is the last one filled
-            self._corrupt = False
+            self._corrupt_group = None
         return addresses
 
     def attend(self, layer: int, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float) -> Tensor:
@@ -268,8 +268,12 @@ class History:
             self._home.close()
 
     def corrupt_next_fetch(self) -> None:
-        """Make the next row that is fetched wrong in its slot, once: a negative control for comparisons of outputs."""
-        self._corrupt = True
+        """Make the next row that is fetched wrong in its slot, once: a negative control for comparisons of outputs.
+
+        It is a row of the group with the most layers: a wrong key that all heads of one layer pass over shows nothing.
+        """
+        groups = self.format.groups
+        self._corrupt_group = max(range(len(groups)), key=lambda group: groups[group].layers)
 
     def _warm(self, cached: bool) -> None:
         """Fetch what the last row of a prefill selected, so that decoding does not start with a cold cache."""
