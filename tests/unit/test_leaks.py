@@ -19,6 +19,10 @@ def _impatient(monkeypatch) -> None:
     monkeypatch.setattr(leaks, "GRACE_SECONDS", 0.0)
 
 
+# Some of these leave a segment behind on purpose: side by side, each would see the other's.
+pytestmark = pytest.mark.xdist_group("leaks")
+
+
 def test_nothing_is_left_behind_by_nothing() -> None:
     assert Holdings.now().left_behind() == []
 
