@@ -76,7 +76,8 @@ def test_a_thread_and_a_child_process_are_named() -> None:
     thread.start()
     child = subprocess.Popen(["sleep", "60"])
     try:
-        assert before.left_behind() == ["thread lingering", f"child process {child.pid} sleep 60"]
+        left = [what for what in before.left_behind() if not what.startswith("shared memory")]  # of tests beside this
+        assert left == ["thread lingering", f"child process {child.pid} sleep 60"]
     finally:
         go.set()
         thread.join()
