@@ -7,7 +7,7 @@ finds the block as before or as after. `protocol.session_state` has what a copy 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from protocol.errors import SessionDamaged, StateVersion
 from protocol.session_state import (
@@ -21,6 +21,10 @@ from protocol.session_state import (
 FIRST_COPY = 4096
 """Offset of the copy that is in force at even sequence numbers."""
 SEQUENCE_OFFSET = 64
+SOURCE_OFFSET = 128
+SOURCE_BYTES = 16
+ABSENT = 1 << 63
+"""Set in a page table entry: the frame is the page's, but what belongs there is still in a saved file, the source."""
 _SWITCH = struct.Struct("<8sI4xQ")
 _SEQUENCE = struct.Struct("<Q")
 
@@ -61,6 +65,29 @@ def read_daemon_block(data: bytes | memoryview) -> tuple[SessionHeader, tuple[in
     if header.copy_bytes != copy_bytes:
         raise SessionDamaged(f"daemon block's copies have {copy_bytes} bytes; {header.copy_bytes} needed")
     return header, frames
+
+
+def source_write(source: bytes) -> Write:
+    """What names the saved file that absent pages are in: the XXH3-128 of its trailer. Written before such entries."""
+    return SOURCE_OFFSET, source
+
+
+def daemon_block_source(data: bytes | memoryview) -> bytes:
+    """What `source_write` wrote; zeros if nothing did."""
+    return bytes(data[SOURCE_OFFSET : SOURCE_OFFSET + SOURCE_BYTES])
+
+
+def split_entries(entries: Sequence[int]) -> tuple[tuple[int, ...], set[int]]:
+    """Frames of a page table, and the pages that are absent."""
+    absent = {page for page, entry in enumerate(entries) if entry & ABSENT}
+    return (tuple(entry & ~ABSENT for entry in entries) if absent else tuple(entries)), absent
+
+
+def join_entries(frames: Sequence[int], absent: Collection[int]) -> Sequence[int]:
+    """The reverse of `split_entries`."""
+    if not absent:
+        return frames
+    return [frame | ABSENT if page in absent else frame for page, frame in enumerate(frames)]
 
 
 def daemon_block_sequence(data: bytes | memoryview) -> int:

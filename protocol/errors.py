@@ -113,6 +113,13 @@ class UnknownHandle(KvdError):
     code = "unknown_handle"
 
 
+class UnknownBlocks(KvdError):
+    """No space of blocks, or hold on some, of this number belongs to the caller."""
+
+    code = "unknown_blocks"
+    exit_status = EXIT_USAGE
+
+
 class SessionExists(KvdError):
     """The name is taken by another session of the same uid."""
 
@@ -204,6 +211,23 @@ class OutOfCapacity(KvdError):
         )
 
 
+class TierInUse(KvdError):
+    """A tier cannot be as small as was asked. ``least`` is the smallest that it can be now; ``holders`` say why."""
+
+    code = "tier_in_use"
+    exit_status = EXIT_OS
+
+    def __init__(self, tier: str, asked: int, least: int, holders: list[str]) -> None:
+        held = "; held by " + ", ".join(holders) if holders else ""
+        super().__init__(
+            f"{tier}: {asked} bytes asked; it can be as small as {least} now{held}",
+            tier=tier,
+            asked=asked,
+            least=least,
+            holders=holders,
+        )
+
+
 class UnknownSaved(KvdError):
     """No saved session of this name belongs to the caller."""
 
@@ -218,6 +242,7 @@ class SavedRefused(KvdError):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"saved session {name} is refused: {reason}", name=name, reason=reason)
+        self.reason = reason
 
 
 class NoDevice(KvdError):
@@ -252,6 +277,13 @@ class DaemonUnavailable(KvdError):
     """No daemon answers at the socket, or it went away."""
 
     code = "daemon_unavailable"
+    exit_status = EXIT_NO_DEVICE
+
+
+class PeerLost(KvdError):
+    """Another process of the same model died, or cannot be reached."""
+
+    code = "peer_lost"
     exit_status = EXIT_NO_DEVICE
 
 

@@ -79,10 +79,15 @@ _F32_KEYS = KeyLayout("f32", "float32", False, PAGE_TOKENS * INDEX_DIM * 4, PAGE
 Q8G64 = Encoding("q8g64", RowLayout("q8g64", "int8", "bfloat16", 8, "bfloat16", 512, 528, 656), _E4M3_KEYS)
 """int8 latent with one bfloat16 scale per 64 values, bfloat16 rope: 656 bytes. Keys in e4m3 with a float32 scale."""
 
+FP8_DS_MLA = Encoding(
+    "fp8_ds_mla", RowLayout("fp8_ds_mla", "float8_e4m3fn", "float32", 4, "bfloat16", 512, 528, 656), _E4M3_KEYS
+)
+"""The row of FlashMLA and vLLM: e4m3 latent with one float32 scale per 128 values, bfloat16 rope: 656 bytes too."""
+
 F32 = Encoding("f32", RowLayout("f32", "float32", "float32", 0, "float32", 2048, 2048, 2304), _F32_KEYS)
 """Nothing quantised: for agreement with other implementations, not for service."""
 
-ENCODINGS = {encoding.name: encoding for encoding in (Q8G64, F32)}
+ENCODINGS = {encoding.name: encoding for encoding in (Q8G64, FP8_DS_MLA, F32)}
 
 
 def encoding_named(name: str) -> Encoding:
@@ -188,6 +193,10 @@ class PageFormat:
     def keys_offset(self, group: int) -> int:
         """Offset of the block of index keys of ``group``."""
         return self.rows_bytes + group * self.encoding.keys.block_bytes
+
+    def layer_index(self, layer: int) -> int:
+        """Place of ``layer`` among the page's layers, of which the first is not always the model's."""
+        return layer - self.groups[0].first_layer
 
     def group_of_layer(self, layer: int) -> int:
         """Index of the group that ``layer`` belongs to; raises `InvalidValue` if it belongs to none."""

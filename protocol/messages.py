@@ -8,22 +8,50 @@ from __future__ import annotations
 
 import msgspec
 
+from protocol.block_messages import BlockReply as BlockReply
+from protocol.block_messages import BlockRequest as BlockRequest
+from protocol.block_messages import BlocksFound as BlocksFound
+from protocol.block_messages import BlocksMapped as BlocksMapped
+from protocol.block_messages import BlocksOpened as BlocksOpened
+from protocol.block_messages import BlocksPinned as BlocksPinned
+from protocol.block_messages import BlocksReserved as BlocksReserved
+from protocol.block_messages import FindBlocks as FindBlocks
+from protocol.block_messages import MapBlocks as MapBlocks
+from protocol.block_messages import OpenBlocks as OpenBlocks
+from protocol.block_messages import PinBlocks as PinBlocks
+from protocol.block_messages import PublishBlocks as PublishBlocks
+from protocol.block_messages import ReleaseBlocks as ReleaseBlocks
+from protocol.block_messages import ReserveBlocks as ReserveBlocks
 from protocol.errors import Fact
 from protocol.handles import DeviceMemory, DevicePurpose, Extent, LeaseRef, SharedMemory
+from protocol.operator_messages import Drain as Drain
+from protocol.operator_messages import EndSession as EndSession
+from protocol.operator_messages import OperatorRequest as OperatorRequest
+from protocol.operator_messages import ReloadReport as ReloadReport
+from protocol.operator_messages import ReloadReported as ReloadReported
+from protocol.operator_messages import Resize as Resize
+from protocol.operator_messages import Resized as Resized
+from protocol.operator_messages import RevokeLease as RevokeLease
+from protocol.operator_messages import SettingChange as SettingChange
+from protocol.packets import Claim as Claim
+from protocol.packets import Claimed as Claimed
+from protocol.packets import HandedOver as HandedOver
+from protocol.packets import HandOver as HandOver
+from protocol.packets import LeaseOpen as LeaseOpen
+from protocol.packets import LeaseOpened as LeaseOpened
+from protocol.packets import OpenReport as OpenReport
+from protocol.packets import ReportOpened as ReportOpened
 from protocol.stats import NodeStats
+from protocol.tagged import Tagged
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
-
-
-class _Tagged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    pass
+PROTOCOL_MINOR = 3
 
 
 # Requests on the control socket
 
 
-class Hello(_Tagged, frozen=True, tag="hello"):
+class Hello(Tagged, frozen=True, tag="hello"):
     """The first message of a connection: which protocol the client speaks, and who it says it is."""
 
     seq: int
@@ -32,13 +60,13 @@ class Hello(_Tagged, frozen=True, tag="hello"):
     client: str
 
 
-class Stat(_Tagged, frozen=True, tag="stat"):
+class Stat(Tagged, frozen=True, tag="stat"):
     """Ask for `NodeStats`."""
 
     seq: int
 
 
-class CreateSession(_Tagged, frozen=True, tag="create_session"):
+class CreateSession(Tagged, frozen=True, tag="create_session"):
     """Make a session of no pages, held by the lease.
 
     ``token_capacity`` is the most tokens that it may ever hold; ``commit_bytes`` the size of the worker's payload in a
@@ -55,17 +83,41 @@ class CreateSession(_Tagged, frozen=True, tag="create_session"):
     commit_bytes: int
 
 
-class OpenSession(_Tagged, frozen=True, tag="open_session"):
-    """Take over a stored session of the same uid. Its ``fingerprint`` and ``encoding`` must be the caller's."""
+class OpenSession(Tagged, frozen=True, omit_defaults=True, tag="open_session"):
+    """Take over a stored session of the same uid. Its ``fingerprint`` and ``encoding`` must be the caller's.
+
+    With ``lazy`` pages of it may be absent, and are to be had by `FetchPages`; otherwise they are waited for.
+    """
 
     seq: int
     lease: LeaseRef
     name: str
     fingerprint: bytes
     encoding: str
+    lazy: bool = False
 
 
-class ReattachSession(_Tagged, frozen=True, tag="reattach_session"):
+class FetchPages(Tagged, frozen=True, tag="fetch_pages"):
+    """Answered when the bytes of ``pages`` pages from ``first_page`` on are there."""
+
+    seq: int
+    lease: LeaseRef
+    session: int
+    generation: int
+    first_page: int
+    pages: int
+
+
+class ViewSession(Tagged, frozen=True, tag="view_session"):
+    """Ask to read a session that another lease of the uid holds. Answered as an opening is, all of it read-only."""
+
+    seq: int
+    lease: LeaseRef
+    session: int
+    generation: int
+
+
+class ReattachSession(Tagged, frozen=True, tag="reattach_session"):
     """Hold on, after the daemon was started again, to a session that the calling process has held all along."""
 
     seq: int
@@ -73,7 +125,7 @@ class ReattachSession(_Tagged, frozen=True, tag="reattach_session"):
     name: str
 
 
-class ExtendSession(_Tagged, frozen=True, tag="extend_session"):
+class ExtendSession(Tagged, frozen=True, tag="extend_session"):
     """Add ``pages`` pages at the session's end."""
 
     seq: int
@@ -83,7 +135,7 @@ class ExtendSession(_Tagged, frozen=True, tag="extend_session"):
     pages: int
 
 
-class TruncateSession(_Tagged, frozen=True, tag="truncate_session"):
+class TruncateSession(Tagged, frozen=True, tag="truncate_session"):
     """Keep ``pages`` pages; the generation rises. The worker has moved its commit record back before."""
 
     seq: int
@@ -93,7 +145,7 @@ class TruncateSession(_Tagged, frozen=True, tag="truncate_session"):
     pages: int
 
 
-class DetachSession(_Tagged, frozen=True, tag="detach_session"):
+class DetachSession(Tagged, frozen=True, tag="detach_session"):
     """Let go of the session; it stays stored for another worker."""
 
     seq: int
@@ -102,7 +154,7 @@ class DetachSession(_Tagged, frozen=True, tag="detach_session"):
     generation: int
 
 
-class CloseSession(_Tagged, frozen=True, tag="close_session"):
+class CloseSession(Tagged, frozen=True, tag="close_session"):
     """End the session and give its memory back."""
 
     seq: int
@@ -111,7 +163,7 @@ class CloseSession(_Tagged, frozen=True, tag="close_session"):
     generation: int
 
 
-class AllocateDevice(_Tagged, frozen=True, tag="allocate_device"):
+class AllocateDevice(Tagged, frozen=True, tag="allocate_device"):
     """Take VRAM. ``session`` is 0 or a session that the lease holds, on whose account it stands."""
 
     seq: int
@@ -122,7 +174,7 @@ class AllocateDevice(_Tagged, frozen=True, tag="allocate_device"):
     session: int = 0
 
 
-class FreeDevice(_Tagged, frozen=True, tag="free_device"):
+class FreeDevice(Tagged, frozen=True, tag="free_device"):
     """Give VRAM back, after unmapping it."""
 
     seq: int
@@ -130,7 +182,7 @@ class FreeDevice(_Tagged, frozen=True, tag="free_device"):
     handle: int
 
 
-class ForkSession(_Tagged, frozen=True, tag="fork_session"):
+class ForkSession(Tagged, frozen=True, tag="fork_session"):
     """Make a session of the first ``rows`` committed rows of another, held by the lease. They share pages."""
 
     seq: int
@@ -141,7 +193,7 @@ class ForkSession(_Tagged, frozen=True, tag="fork_session"):
     name: str
 
 
-class FindPrefix(_Tagged, frozen=True, tag="find_prefix"):
+class FindPrefix(Tagged, frozen=True, tag="find_prefix"):
     """Look for a session that begins with the pages that ``digests`` stand for (`protocol.prefix`)."""
 
     seq: int
@@ -151,60 +203,43 @@ class FindPrefix(_Tagged, frozen=True, tag="find_prefix"):
     digests: list[bytes]
 
 
-class Drain(_Tagged, frozen=True, tag="drain"):
-    """Have the daemon drain and stop; with ``save``, when every session is on disk."""
-
-    seq: int
-    save: bool
-
-
-class SaveSession(_Tagged, frozen=True, tag="save_session"):
+class SaveSession(Tagged, frozen=True, tag="save_session"):
     """Write a session of the caller's uid to disk, in place of what was saved under its name before."""
 
     seq: int
     name: str
 
 
-class RestoreSession(_Tagged, frozen=True, tag="restore_session"):
-    """Make a stored session of what was saved; ``fingerprint`` and ``encoding`` must be its own, or empty."""
+class RestoreSession(Tagged, frozen=True, omit_defaults=True, tag="restore_session"):
+    """Make a stored session of what was saved; ``fingerprint`` and ``encoding`` must be its own, or empty.
+
+    With ``lazy`` it is there at once, and its pages come later.
+    """
 
     seq: int
     name: str
     fingerprint: bytes
     encoding: str
+    lazy: bool = False
 
 
-class ListSaved(_Tagged, frozen=True, tag="list_saved"):
+class ListSaved(Tagged, frozen=True, tag="list_saved"):
     """Ask for the caller's saved sessions."""
 
     seq: int
 
 
-class RemoveSaved(_Tagged, frozen=True, tag="remove_saved"):
+class RemoveSaved(Tagged, frozen=True, tag="remove_saved"):
     """Remove a saved session from disk."""
 
     seq: int
     name: str
 
 
-class RevokeLease(_Tagged, frozen=True, tag="revoke_lease"):
-    """Have a lease lose its connection; what it holds is in quarantine until its process is dead. For operators."""
-
-    seq: int
-    number: int
-
-
-class EndSession(_Tagged, frozen=True, tag="end_session"):
-    """End a session of any uid that no lease holds. For operators."""
-
-    seq: int
-    uid: int
-    name: str
-
-
-LeaseRequest = (
+VerbOfLease = (
     CreateSession
     | OpenSession
+    | ViewSession
     | ReattachSession
     | ExtendSession
     | TruncateSession
@@ -215,10 +250,10 @@ LeaseRequest = (
     | ForkSession
     | FindPrefix
 )
-"""Those that name a lease."""
+"""Those that name a lease and are answered at once, unless they find no room or pages that are absent."""
 
-OperatorRequest = Drain | RevokeLease | EndSession
-"""Those that only root, the daemon's uid and members of its admin group may make."""
+LeaseRequest = VerbOfLease | FetchPages | BlockRequest
+"""Those that name a lease."""
 
 Request = Hello | Stat | OperatorRequest | SaveSession | RestoreSession | ListSaved | RemoveSaved | LeaseRequest
 
@@ -234,7 +269,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     granularity: int
 
 
-class Welcome(_Tagged, frozen=True, tag="welcome"):
+class Welcome(Tagged, frozen=True, tag="welcome"):
     """The answer to `Hello`: the protocol in use, the daemon's epoch, and where its handle socket is."""
 
     seq: int
@@ -247,12 +282,12 @@ class Welcome(_Tagged, frozen=True, tag="welcome"):
     devices: list[DeviceInfo]
 
 
-class Stats(_Tagged, frozen=True, tag="stats"):
+class Stats(Tagged, frozen=True, tag="stats"):
     seq: int
     stats: NodeStats
 
 
-class SessionOpened(_Tagged, frozen=True, tag="session_opened"):
+class SessionOpened(Tagged, frozen=True, tag="session_opened"):
     """A session that the lease now holds. ``daemon_block`` has the page table, ``worker_block`` is the worker's."""
 
     seq: int
@@ -264,7 +299,7 @@ class SessionOpened(_Tagged, frozen=True, tag="session_opened"):
     extents: list[Extent]
 
 
-class PagesChanged(_Tagged, frozen=True, tag="pages_changed"):
+class PagesChanged(Tagged, frozen=True, tag="pages_changed"):
     """The session's pages after an extension or truncation; ``extents`` are those that this lease has not seen."""
 
     seq: int
@@ -274,7 +309,7 @@ class PagesChanged(_Tagged, frozen=True, tag="pages_changed"):
     extents: list[Extent]
 
 
-class PrefixFound(_Tagged, frozen=True, tag="prefix_found"):
+class PrefixFound(Tagged, frozen=True, tag="prefix_found"):
     """The session with most of the pages that were looked for, and how many; 0 for none."""
 
     seq: int
@@ -284,12 +319,12 @@ class PrefixFound(_Tagged, frozen=True, tag="prefix_found"):
     pages: int
 
 
-class DeviceAllocated(_Tagged, frozen=True, tag="device_allocated"):
+class DeviceAllocated(Tagged, frozen=True, tag="device_allocated"):
     seq: int
     memory: DeviceMemory
 
 
-class Saved(_Tagged, frozen=True, tag="saved"):
+class Saved(Tagged, frozen=True, tag="saved"):
     """A session that was saved or restored: what there is of it, bytes of its file, and how long that took."""
 
     seq: int
@@ -312,18 +347,18 @@ class SavedSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     used_s: float
 
 
-class SavedSessions(_Tagged, frozen=True, tag="saved_sessions"):
+class SavedSessions(Tagged, frozen=True, tag="saved_sessions"):
     """The caller's saved sessions, least recently used first."""
 
     seq: int
     sessions: list[SavedSession]
 
 
-class Done(_Tagged, frozen=True, tag="done"):
+class Done(Tagged, frozen=True, tag="done"):
     seq: int
 
 
-class ErrorReply(_Tagged, frozen=True, tag="error"):
+class ErrorReply(Tagged, frozen=True, tag="error"):
     """A refusal. ``seq`` is 0 where the request could not be read."""
 
     seq: int
@@ -341,55 +376,14 @@ Reply = (
     | DeviceAllocated
     | Saved
     | SavedSessions
+    | BlockReply
+    | Resized
+    | ReloadReported
     | Done
     | ErrorReply
 )
 
+# On the handle socket
 
-# Packets on the handle socket
-
-
-class LeaseOpen(_Tagged, frozen=True, tag="lease_open"):
-    """The first packet of a handle connection."""
-
-    major: int
-    minor: int
-    client: str
-
-
-class Claim(_Tagged, frozen=True, tag="claim"):
-    """Present a grant."""
-
-    grant: int
-
-
-class HandOver(_Tagged, frozen=True, tag="hand_over"):
-    """Give the daemon VRAM that an earlier run of it had given to this process; its file descriptor comes along."""
-
-    device: str
-    requested: int
-    committed: int
-    purpose: DevicePurpose
-    session: int
-
-
-HandleRequest = LeaseOpen | Claim | HandOver
-
-
-class LeaseOpened(_Tagged, frozen=True, tag="lease_opened"):
-    lease: LeaseRef
-
-
-class Claimed(_Tagged, frozen=True, tag="claimed"):
-    """The grant's handle; one file descriptor comes with the packet."""
-
-    handle: int
-
-
-class HandedOver(_Tagged, frozen=True, tag="handed_over"):
-    """The handle that the memory has from now on."""
-
-    handle: int
-
-
-HandleReply = LeaseOpened | Claimed | HandedOver | ErrorReply
+HandleRequest = LeaseOpen | Claim | HandOver | OpenReport
+HandleReply = LeaseOpened | Claimed | HandedOver | ReportOpened | ErrorReply

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,35 @@ class ModelConfig:
         layers = range(first_layer, self.num_hidden_layers if end_layer is None else end_layer)
         return group_layers([layer for layer in layers if self.has_indexer(layer)], layers)
 
-    def page_format(self, encoding: Encoding, *, mtp: bool = False) -> PageFormat:
-        """The page of a worker that has all layers, with the MTP layers as the last groups if ``mtp``."""
-        end = self.num_hidden_layers + (self.num_nextn_predict_layers if mtp else 0)
-        return PageFormat(encoding, self.index_groups(0, end), self.hidden_size)
+    def page_format(
+        self, encoding: Encoding, *, mtp: bool = False, first_layer: int = 0, end_layer: int | None = None
+    ) -> PageFormat:
+        """The page of a worker that has layers ``first_layer`` to ``end_layer - 1``, by default all of them.
+
+        With ``mtp``, and the last layer, the MTP layers are the last groups.
+        """
+        end = self.num_hidden_layers if end_layer is None else end_layer
+        last = end == self.num_hidden_layers
+        drafting = self.num_nextn_predict_layers if mtp and last else 0
+        groups = self.index_groups(first_layer, end + drafting)
+        return PageFormat(encoding, groups, self.hidden_size if last else 0)
+
+    def with_layers(self, layers: int) -> ModelConfig:
+        """The same model cut after ``layers`` layers. Raises `InvalidValue` where there are fewer, or none is left."""
+        if not 1 <= layers <= self.num_hidden_layers:
+            raise InvalidValue("layers", layers, f"1 to {self.num_hidden_layers}")
+        return replace(self, num_hidden_layers=layers)
+
+    def with_experts(self, experts: int) -> ModelConfig:
+        """The same model with ``experts`` routed experts per layer.
+
+        Raises `InvalidValue` for fewer than a token chooses, or for a number that its expert groups cannot share.
+        """
+        if experts < self.num_experts_per_tok:
+            raise InvalidValue("routed experts", experts, f"at least the {self.num_experts_per_tok} that a token uses")
+        if self.n_group > 1 and (experts % self.n_group or experts // self.n_group < 2):
+            raise InvalidValue("routed experts", experts, f"a multiple of {self.n_group} groups, two or more in each")
+        return replace(self, n_routed_experts=experts)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:

@@ -16,7 +16,9 @@ import os
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from operator import attrgetter
 
 import xxhash
 
@@ -38,10 +40,7 @@ NAME_BYTES = 128
 # Worker block: header, words on cache lines of their own, two sampler records, two commit records, the token log
 WORKER_MAGIC = b"KVDWORKR"
 _WORKER_HEADER = struct.Struct("<8sIIQQQQQ")
-_TOKEN_COUNT = 512
-_COMMIT_SEQUENCE = 576
-_LOGICAL_ROWS = 640
-_COUNTERS = 704
+_TOKEN_COUNT, _COMMIT_SEQUENCE, _LOGICAL_ROWS, _COUNTERS = 512, 576, 640, 704
 _SAMPLER = 1024
 SAMPLER_BYTES = 1024
 RECORDS_OFFSET = 4096
@@ -87,6 +86,9 @@ class SessionHeader:
         return round_up(PAGE_TABLE_OFFSET + 8 * self.page_capacity, _ALIGNMENT)
 
 
+_HEADER_NUMBERS = attrgetter(*[field.name for field in fields(SessionHeader)][:-3])
+
+
 def pack_frame(extent: int, index: int) -> int:
     """A page table entry: frame ``index`` of extent ``extent``."""
     return extent << 32 | index
@@ -111,7 +113,7 @@ def pack_daemon_copy(header: SessionHeader, frames: Sequence[int]) -> bytes:
     encoding = _text("encoding", header.encoding, ENCODING_BYTES)
     name = _text("session name", header.name, NAME_BYTES)
     fixed = bytearray(PAGE_TABLE_OFFSET)
-    numbers = astuple(header)[:-3]
+    numbers = _HEADER_NUMBERS(header)
     texts = (encoding, header.fingerprint, name)
     _DAEMON_HEADER.pack_into(fixed, 0, DAEMON_MAGIC, STATE_VERSION, PAGE_TABLE_OFFSET, 0, *numbers, *texts)
     table = struct.pack(f"<{len(frames)}Q", *frames)
@@ -170,10 +172,7 @@ class WorkerBlockLayout:
 
     def pack_header(self, session: int) -> bytes:
         """The header that the daemon writes once, before any worker sees the block."""
-        fields = (session, self.token_capacity, self.commit_bytes, self.log_offset)
-        fixed = bytearray(_WORKER_HEADER.pack(WORKER_MAGIC, STATE_VERSION, _WORKER_HEADER.size, 0, *fields))
-        fixed[_CHECKSUM_AT] = _checksum(fixed)
-        return bytes(fixed)
+        return _pack_worker_header(session, self.token_capacity, self.commit_bytes, self.log_offset)
 
 
 @dataclass(frozen=True)
@@ -224,8 +223,12 @@ class WorkerBlock:
         if end > self.layout.token_capacity:
             raise InvalidValue("tokens of the session", end, f"at most {self.layout.token_capacity}")
         self._log[count:end] = memoryview(array("i", ids))
-        self._write_sampler(end, sampler_state)
-        self._words[_TOKEN_COUNT // 8] = end
+        self.count_tokens(end, sampler_state)
+
+    def count_tokens(self, count: int, sampler_state: bytes = b"") -> None:
+        """Publish that the log has ``count`` tokens, which are written by now, and the sampler's state after them."""
+        self._write_sampler(count, sampler_state)
+        self._words[_TOKEN_COUNT // 8] = count
 
     def truncate_tokens(self, count: int) -> None:
         """Forget tokens from ``count`` on, and the sampler's state with them."""
@@ -285,16 +288,12 @@ class WorkerBlock:
     def _record_at(self, sequence: int) -> int:
         return RECORDS_OFFSET + (sequence & 1) * self.layout.record_stride
 
-    def _sampler_records(self) -> list[Commit]:
-        """Both sampler records, `NO_COMMIT` for one that is not intact. ``rows`` is the token count it belongs to."""
-        return _sampler_records(self._bytes)
-
     def _write_sampler(self, tokens: int, state: bytes) -> None:
         """Overwrite the sampler record that does not belong to the published token count, else the older one."""
         if len(state) > SAMPLER_BYTES:
             raise InvalidValue("sampler state", len(state), f"at most {SAMPLER_BYTES} bytes")
         count = self.token_count
-        first, second = self._sampler_records()
+        first, second = _sampler_records(self._bytes)
         slot = int((first.rows == count, first.sequence) > (second.rows == count, second.sequence))
         record = _pack_record(Commit(max(first.sequence, second.sequence) + 1, 0, tokens, state))
         at = _SAMPLER + slot * _SAMPLER_STRIDE
@@ -308,6 +307,7 @@ def sampler_state_after(tokens: int, block: bytes | memoryview) -> bytes:
 
 
 def _sampler_records(block: bytes | memoryview) -> list[Commit]:
+    """Both, `NO_COMMIT` for one that is not intact. ``rows`` is the token count it belongs to."""
     slots = (block[at : at + _SAMPLER_STRIDE] for at in (_SAMPLER, _SAMPLER + _SAMPLER_STRIDE))
     return [_unpack_record(bytes(slot), SAMPLER_BYTES) or NO_COMMIT for slot in slots]
 
@@ -343,10 +343,8 @@ def _read_worker_state(fd: int, fixed: bytes, layout: WorkerBlockLayout, session
         raise SessionDamaged(f"worker block of session {session} is cut short or overwritten", session=session)
     word = struct.Struct("<Q").unpack_from
     tokens, sequence, rows = (word(fixed, at)[0] for at in (_TOKEN_COUNT, _COMMIT_SEQUENCE, _LOGICAL_ROWS))
-    if tokens > layout.token_capacity or rows > layout.token_capacity:
-        raise SessionDamaged(
-            f"session {session} claims {tokens} tokens and {rows} rows of {layout.token_capacity}", session=session
-        )
+    if max(tokens, rows) > (limit := layout.token_capacity):
+        raise SessionDamaged(f"session {session} claims {tokens} tokens, {rows} rows of {limit}", session=session)
     record = os.pread(fd, layout.record_stride, RECORDS_OFFSET + (sequence & 1) * layout.record_stride)
     counters = {name: word(fixed, _COUNTERS + 8 * index)[0] for index, name in enumerate(COUNTER_NAMES)}
     return WorkerState(tokens, rows, _read_commit(sequence, record, layout), counters)
@@ -376,6 +374,14 @@ def _read_commit(sequence: int, data: bytes, layout: WorkerBlockLayout) -> Commi
     if commit is None or commit.sequence != sequence or commit.rows > layout.token_capacity:
         raise SessionDamaged(f"commit record {sequence} does not match its checksum", sequence=sequence)
     return commit
+
+
+@lru_cache(maxsize=2048)
+def _pack_worker_header(*numbers: int) -> bytes:
+    """Remembered, because the daemon compares each session's once a second."""
+    fixed = bytearray(_WORKER_HEADER.pack(WORKER_MAGIC, STATE_VERSION, _WORKER_HEADER.size, 0, *numbers))
+    fixed[_CHECKSUM_AT] = _checksum(fixed)
+    return bytes(fixed)
 
 
 def _text(what: str, value: str, limit: int) -> bytes:
