@@ -6,16 +6,15 @@ import argparse
 import faulthandler
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvd import __version__, config, logs
-from kvd.arguments import Parser
 from kvd.commands import admin, plan, saved, support_bundle
 from kvd.config import KEYS, Config
 from kvd.daemon import Daemon
 from kvd.doctor import cli as doctor
+from protocol.command_line import Parser, run_command
 from protocol.errors import KvdError
 
 _EXAMPLES = """examples:
@@ -38,22 +37,23 @@ such as KVD_HOST_CAPACITY. Flags override variables, variables override files. d
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command ``kvd``; returns its exit status."""
-    parsed = _parser().parse_args(arguments)
-    try:
+
+    def act() -> int:
+        parsed = parser().parse_args(arguments)
         return _COMMANDS[parsed.command](parsed)
-    except KvdError as error:
-        print(f"kvd: {error.message}", file=sys.stderr)
-        return error.exit_status
+
+    return run_command("kvd", act)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = Parser(
+def parser() -> argparse.ArgumentParser:
+    """What the command takes, for it and for its manual page."""
+    top: argparse.ArgumentParser = Parser(
         prog="kvd",
         description="A per-node memory tier for the KV history of long conversations.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("--version", action="version", version=f"kvd {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    top.add_argument("--version", action="version", version=f"kvd {__version__}")
+    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, summary in (
         ("run", "run the daemon until SIGTERM or SIGINT"),
         ("check-config", "check all settings and say what is wrong"),
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     saved.add_parsers(commands)
     admin.add_parser(commands)
     support_bundle.add_parser(commands)
-    return parser
+    return top
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

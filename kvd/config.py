@@ -52,10 +52,15 @@ class HostConfig:
     """Host RAM."""
 
     capacity: int = setting(
-        Size(least=2 * _MIB, multiple=2 * _MIB), "1GiB", "Host RAM that the daemon takes at start and serves from."
+        Size(least=2 * _MIB, multiple=2 * _MIB),
+        "1GiB",
+        "Host RAM that the daemon takes at start and serves from.",
+        reloadable=True,
     )
     extent: int = setting(
-        Size(least=2 * _MIB, multiple=2 * _MIB),
+        # A worker registers an extent with its GPU in one piece, so that no page lies across two registrations; recent
+        # drivers fail on pieces of half a TiB.
+        Size(least=2 * _MIB, multiple=2 * _MIB, most=64 << 30),
         "1GiB",
         "Host RAM is cut into extents of this size; an extent belongs to one uid at a time.",
     )
@@ -63,6 +68,7 @@ class HostConfig:
         Size(least=_MIB, multiple=4096),
         "256MiB",
         "Host RAM beside that, for the state of sessions: about 4.2 MiB for each with room for 1M tokens.",
+        reloadable=True,
     )
     numa_node: int = setting(
         Number(-1, 1023), -1, "NUMA node that the extents are bound to; -1 leaves it to the kernel."
@@ -74,7 +80,31 @@ class VramConfig:
     """Memory of the devices."""
 
     capacity: int = setting(
-        Size(least=2 * _MIB, multiple=2 * _MIB), "1GiB", "VRAM that the daemon gives out, on each device."
+        Size(least=2 * _MIB, multiple=2 * _MIB),
+        "1GiB",
+        "VRAM that the daemon gives out, on each device.",
+        reloadable=True,
+    )
+
+
+@dataclass(frozen=True)
+class BlocksConfig:
+    """Blocks of the prefix store: a cache in what sessions leave of host RAM."""
+
+    capacity: int = setting(
+        Size(least=0),
+        "1TiB",
+        "Most bytes of host RAM for blocks, never more than sessions leave; 0 to store none.",
+        reloadable=True,
+    )
+    per_uid: int = setting(
+        Size(least=0), "1TiB", "Most bytes of host RAM for the blocks of one uid; 0 to store none.", reloadable=True
+    )
+    disk: int = setting(
+        Size(least=0),
+        "16GiB",
+        "Most bytes of disk for cold blocks, in disk.state_dir, beside saved sessions; 0 to spill none.",
+        reloadable=True,
     )
 
 
@@ -88,7 +118,10 @@ class DiskConfig:
         "Directory of saved sessions, which nobody but the daemon may enter.",
     )
     capacity: int = setting(
-        Size(least=_MIB), "64GiB", "Most bytes of saved sessions; the least recently used go for new ones."
+        Size(least=_MIB),
+        "64GiB",
+        "Most bytes of saved sessions; the least recently used go for new ones.",
+        reloadable=True,
     )
 
 
@@ -174,6 +207,7 @@ class Config:
     )
     host: HostConfig = field(default_factory=HostConfig)
     vram: VramConfig = field(default_factory=VramConfig)
+    blocks: BlocksConfig = field(default_factory=BlocksConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
     socket: SocketConfig = field(default_factory=SocketConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -230,6 +264,7 @@ class Key:
 _SECTIONS: dict[str, type[Any]] = {
     "host": HostConfig,
     "vram": VramConfig,
+    "blocks": BlocksConfig,
     "disk": DiskConfig,
     "socket": SocketConfig,
     "limits": LimitsConfig,
@@ -247,6 +282,9 @@ def _keys_of(section: str, cls: Any) -> Iterator[Key]:
 
 KEYS = {key.dotted: key for section, cls in {"": Config, **_SECTIONS}.items() for key in _keys_of(section, cls)}
 """Every setting by its dotted name."""
+
+RESIZABLE = ("host.capacity", "host.state_capacity", "vram.capacity", "disk.capacity")
+"""Limits of tiers: a running daemon takes them up if what is in use allows it."""
 
 
 def load(
@@ -276,7 +314,7 @@ def load(
         take({dotted: text}, variable)
     for dotted, text in flags.items():
         take({dotted: text}, KEYS[dotted].flag)
-    return _check(_build(values, origins))
+    return check(_build(values, origins))
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
@@ -287,8 +325,18 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     return Config(**parts[""], **sections, origins=MappingProxyType(dict(origins)))
 
 
-def _check(config: Config) -> Config:
-    """What no single setting can tell."""
+def with_value(config: Config, key: Key, value: Any, origin: str) -> Config:
+    """``config`` with one setting changed; without an ``origin`` it is said to come from where it came from."""
+    if origin:
+        config = dataclasses.replace(config, origins=MappingProxyType({**config.origins, key.dotted: origin}))
+    if not key.section:
+        return dataclasses.replace(config, **{key.name: value})
+    section = dataclasses.replace(getattr(config, key.section), **{key.name: value})
+    return dataclasses.replace(config, **{key.section: section})
+
+
+def check(config: Config) -> Config:
+    """``config``, if it has nothing wrong that no single setting can tell; raises `ConfigError`."""
     host, origins = config.host, config.origins
     if host.capacity % host.extent:
         raise ConfigError(

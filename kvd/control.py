@@ -28,21 +28,22 @@ class Control:
 
     def __init__(self, run_dir: Path, client: str, timeout_s: float = 5.0) -> None:
         self._path = run_dir / CONTROL_SOCKET
+        self._timeout_s = timeout_s
         _require_listener(self._path)
         self._seq = 0
         self._context = zmq.Context()
         self._connection = self._context.socket(zmq.DEALER)
         self._connection.setsockopt(zmq.LINGER, 0)
         self._connection.connect(f"ipc://{self._path}")
-        self._connection.setsockopt(zmq.RCVTIMEO, round(timeout_s * 1000))
         try:
             self.ask(lambda seq: Hello(seq, PROTOCOL_MAJOR, PROTOCOL_MINOR, client), Welcome)
         except BaseException:
             self.close()
             raise
 
-    def ask(self, build: Callable[[int], Request], expected: type[_ReplyT]) -> _ReplyT:
+    def ask(self, build: Callable[[int], Request], expected: type[_ReplyT], timeout_s: float | None = None) -> _ReplyT:
         """The reply to the request that ``build`` makes of a sequence number."""
+        self._connection.setsockopt(zmq.RCVTIMEO, round((timeout_s or self._timeout_s) * 1000))
         self._seq += 1
         request = build(self._seq)
         self._connection.send(codec.encode(request))

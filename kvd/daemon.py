@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import resource
@@ -10,14 +11,16 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import zmq
 
-from kvd import __version__, logs, reload
+from kvd import __version__, logs
 from kvd.config import Config
 from kvd.handle_socket import HandleSocket
+from kvd.kept_limits import KeptLimits
 from kvd.logs import Log
 from kvd.loop import Loop
 from kvd.metrics.stall_watch import StallWatch
@@ -25,7 +28,7 @@ from kvd.node import BALANCED, Node
 from kvd.notify import Notifier
 from kvd.run_dir import RunDir, shm_prefix
 from kvd.server import ControlServer
-from protocol.errors import ConfigError, KvdError, OsFailure
+from protocol.errors import ConfigError, OsFailure
 from protocol.messages import Reply
 
 if TYPE_CHECKING:
@@ -59,7 +62,7 @@ class Daemon:
         self._metrics: MetricsServer | None = None
         self._last_progress = self._last_check = time.monotonic()
         self._stopping = self._reload_wanted = self._drain_wanted = self._save_wanted = False
-        self._saving = self._serving = False
+        self._saving = self._serving = self._reloading = False
 
     def run(self) -> None:
         """Serve until a signal to stop, then drain. Raises the typed error of whatever keeps it from starting."""
@@ -74,10 +77,13 @@ class Daemon:
             run_dir = RunDir(self._config)
             cleanup.callback(run_dir.close)
             prefix = shm_prefix(self._config.run_dir)
+            self._kept = KeptLimits(Path(self._config.run_dir), self._log)
+            self._config, slots = self._kept.apply(read := self._config)
             _raise_file_limit(self._config)
             self._open_metrics(run_dir, cleanup)
-            self._node = Node(self._config, prefix, self._log, self._populated)
+            self._node = Node(self._config, prefix, self._log, self._populated, slots)
             cleanup.callback(self._close_node)
+            self._watch_settings(read)
             old_umask = os.umask(0o177)  # nobody else may connect before a socket has its group and mode
             try:
                 self._open_sockets(cleanup)
@@ -88,6 +94,21 @@ class Daemon:
             self._ready()
             self._loop.run()
             self._log.info("stopped", sessions=len(self._node.sessions), leases=len(self._node.leases))
+
+    def _watch_settings(self, read: Config) -> None:
+        """Take up what changes. ``read`` is what the settings say, without the limits that were kept."""
+        live = self._node.live
+        live.read = read
+        live.require = _raise_file_limit
+
+        def changed(config: Config) -> None:
+            self._config = config
+            logs.set_level(config.log.level)
+            self._node.limit(config)
+            self._server.listener.files_needed = config.files_needed
+            self._kept.keep(live.read, config, self._node.host.slots)
+
+        live.changed = changed
 
     def _open_metrics(self, run_dir: RunDir, cleanup: ExitStack) -> None:
         """Probes are answered from here on, metrics as soon as the loop runs."""
@@ -113,26 +134,29 @@ class Daemon:
         cleanup.callback(context.term)
         self._handles = HandleSocket(config.handle_socket, loop, node, self._log)
         cleanup.callback(self._handles.close)
-        server = ControlServer(
+        self._server = ControlServer(
             config.control_socket, config.handle_socket, context, loop, node, config.files_needed, self._log
         )
-        cleanup.callback(server.close)
+        cleanup.callback(self._server.close)
         loop.watch(node.jobs.wake, node.jobs.resume)
         node.drain = self._drain
         loop.every(CHECK_INTERVAL_S, self._tick)
         watch = StallWatch() if config.stall_watch.interval_s else None
+        node.gaps.watch = watch
         if watch is not None:
             loop.every(config.stall_watch.interval_s, watch.look)
         if self._metrics is not None:
             self._metrics.open(node, watch)
 
     def _ready(self) -> None:
+        gc.collect()
+        gc.freeze()  # what is there now stays: no later collection holds up the loop to look at it
         host, vram = self._config.host, self._config.vram
         self._log.info(
             "ready",
             version=__version__,
             run_dir=self._config.run_dir,
-            device=[device.device for device in self._node.devices],
+            device=[device.device for device in self._node.devices()],
             host_capacity=host.capacity,
             vram_capacity=vram.capacity,
             pid=os.getpid(),
@@ -142,10 +166,12 @@ class Daemon:
 
     def _close_node(self) -> None:
         """Give everything back. What an earlier run left stays for the next one if this one came to nothing."""
-        if self._serving or not len(self._node.sessions):
+        if self._serving or not (len(self._node.sessions) or self._node.spaces.blocks):
             self._node.close()
+            self._kept.remove()
         else:
-            self._log.warning("not started: sessions of an earlier run stay", sessions=len(self._node.sessions))
+            sessions, blocks = len(self._node.sessions), self._node.spaces.blocks
+            self._log.warning("not started: what an earlier run left stays", sessions=sessions, blocks=blocks)
 
     def _populated(self, done: int, total: int) -> None:
         """Progress of taking host RAM, in the log; and while starting, the place where a signal to stop ends it."""
@@ -164,6 +190,8 @@ class Daemon:
     def _tick(self) -> None:
         self._check()
         self._handles.drop_idle()
+        if self._reloading:
+            self._notifier.extend_timeout(STEP_TIMEOUT_S, "STATUS=reloading")
         if self._node.draining:
             self._notifier.extend_timeout(STEP_TIMEOUT_S, f"STATUS=draining: {len(self._node.leases)} leases")
             self._stop_if_drained()
@@ -207,26 +235,27 @@ class Daemon:
             self._drain()
 
     def _reload(self) -> None:
-        """Read the settings again and take up what may change. If anything is wrong with them, nothing changes."""
+        """Have the settings read again; one reading at a time. Memory that they ask for may take a while."""
+        if self._reloading:
+            self._reload_wanted = True
+            return
+        self._reloading = True
         self._notifier.reloading()
-        try:
-            outcome = reload.merge(self._config, self._reread())
-            _raise_file_limit(outcome.config)
-        except KvdError as error:
-            self._log.error("reload failed: the settings stay as they were", code=error.code, reason=error.message)
-        else:
-            self._config = outcome.config
-            logs.set_level(outcome.config.log.level)
-            self._node.limit(outcome.config.limits)
-            self._log.info("settings reloaded", changed=dict(outcome.changed))
-            if outcome.refused:
-                self._log.warning("settings that need a restart stay as they were", refused=dict(outcome.refused))
+        self._node.jobs.start(self._node.live.reload(self._reread), self._reloaded)
+
+    def _reloaded(self, outcome: Reply | Exception) -> None:
+        self._reloading = False
+        if isinstance(outcome, Exception):
+            self._log.error("reload failed", exc_info=outcome)
         self._notifier.send("READY=1", "STATUS=draining" if self._node.draining else "STATUS=serving")
+        if self._reload_wanted:
+            self._reload_wanted = False
+            self._reload()
 
     def _drain(self, save: bool = False) -> None:
         """Take no new work and wait for the leases; with ``save``, then have all sessions on disk before the end."""
         self._save_wanted = save
-        self._node.draining = True
+        self._node.draining, self._node.drain_failure = True, ""
         self._drain_until = time.monotonic() + self._config.drain_timeout_s
         self._log.info(
             "draining",
@@ -246,13 +275,14 @@ class Daemon:
                 self._loop.stop()
             elif not self._saving:
                 self._saving = True
-                self._node.jobs.start(self._node.spilling.hibernate(), self._hibernated)
+                self._node.jobs.start(self._node.hibernate(), self._hibernated)
 
     def _hibernated(self, outcome: Reply | Exception) -> None:
         """All sessions are on disk, or the daemon stays: what is in memory is all there is of the others."""
         self._saving = False
         if isinstance(outcome, Exception):
             self._drain_until = math.inf
+            self._node.drain_failure = str(outcome)
             self._log.error("not stopped: drain again when there is room, or stop it by a signal", reason=str(outcome))
         else:
             self._loop.stop()

@@ -17,10 +17,22 @@ from kvd.logs import Log
 from kvd.loop import Loop
 from kvd.node import Node
 from kvd.peers import Peer, Process, peer_of_socket
+from kvd.report_block import require_report_version
 from kvd.version import require_version
 from protocol import codec
 from protocol.errors import BadMessage, KvdError, OsFailure
-from protocol.messages import Claim, Claimed, ErrorReply, HandleReply, HandOver, LeaseOpen, LeaseOpened
+from protocol.lease_report import REPORT_BYTES
+from protocol.messages import (
+    Claim,
+    Claimed,
+    ErrorReply,
+    HandleReply,
+    HandOver,
+    LeaseOpen,
+    LeaseOpened,
+    OpenReport,
+    ReportOpened,
+)
 
 BACKLOG = 64
 SPARE_CONNECTIONS = 64
@@ -47,6 +59,7 @@ class HandleSocket:
             raise OsFailure(f"handle socket {path}: {error.strerror}", path=str(path)) from error
         loop.watch(self._listener.fileno(), self._accept)
         node.revoke = self._revoke
+        node.retire = self._retire
         self._inherited = [lease for lease in node.leases if lease.is_inherited]
         for lease in self._inherited:
             loop.watch(lease.process.pidfd, partial(self._inherited_ended, lease))
@@ -54,7 +67,7 @@ class HandleSocket:
     def drop_idle(self) -> None:
         """End connections that have not become leases in time, and inherited leases that have nothing any more."""
         for lease in list(self._inherited):
-            if not self._node.is_on_the_books(lease):
+            if self._node.is_done(lease):
                 self._inherited_ended(lease)
         for connection in list(self._connections):
             if connection.lease is None and time.monotonic() - connection.since > IDLE_LIMIT_S:
@@ -140,9 +153,12 @@ class HandleSocket:
                 if request.session:
                     self._node.sessions.require_holder(lease, request.session)
                 return self._node.device_memory.hand_over(lease, request, fds[0]), []
+            case OpenReport() if lease is not None:
+                require_report_version(request.version)
+                return ReportOpened(REPORT_BYTES), [lease.open_report()]
             case LeaseOpen():
                 raise BadMessage("this connection is a lease already")
-            case Claim() | HandOver():
+            case Claim() | HandOver() | OpenReport():
                 raise BadMessage("a connection's first packet opens its lease")
 
     def _send(self, connection: _Connection, reply: HandleReply, *fds: int) -> None:
@@ -174,6 +190,14 @@ class HandleSocket:
             if connection.lease is lease:
                 self._log.warning("lease revoked", lease=lease.number, peer=str(lease.peer))
                 self._drop(connection)
+
+    def _retire(self, lease: Lease) -> None:
+        """The lease, whose connection has ended, holds nothing any more, so it ends although its process lives."""
+        if lease in self._inherited:
+            self._inherited_ended(lease)
+        else:
+            self._loop.forget(lease.process.pidfd)
+            self._node.lease_ended(lease)
 
     def _process_ended(self, connection: _Connection, lease: Lease) -> None:
         """The process is dead, whatever else still holds the connection open."""

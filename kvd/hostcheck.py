@@ -7,6 +7,7 @@ roots are arguments so that tests can describe other hosts. Kernel settings that
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,27 @@ def require_memory(nbytes: int, roots: HostRoots = HostRoots()) -> None:
     tightest = tightest_limit(roots)
     if nbytes > tightest.free:
         raise OutOfCapacity(tightest.name, nbytes, tightest.free, tightest.capacity)
+
+
+class SmallSizes:
+    """`require_memory` for many small sizes: what the host has is not looked up for each while there is plenty."""
+
+    FRESH_S = 0.5
+    PLENTY = 1 << 30
+    """Bytes that must be left for a look-up to hold: others take memory meanwhile."""
+
+    def __init__(self, roots: HostRoots = HostRoots()) -> None:
+        self._roots = roots
+        self._left = 0
+        self._looked_at = 0.0
+
+    def require(self, nbytes: int) -> None:
+        """Raise `OutOfCapacity`, naming the tightest limit, unless every limit leaves ``nbytes`` free."""
+        now = time.monotonic()
+        if now - self._looked_at > self.FRESH_S or self._left - nbytes < self.PLENTY:
+            require_memory(nbytes, self._roots)
+            self._left, self._looked_at = tightest_limit(self._roots).free, now
+        self._left -= nbytes
 
 
 def _available(meminfo: Path) -> MemoryLimit:

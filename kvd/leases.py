@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvd.peers import Peer, Process
+from kvd.report_block import ReportBlock
 from protocol.errors import GrantRefused, InvalidValue, StaleEpoch, UnknownLease
 from protocol.handles import LeaseRef
 
@@ -30,7 +31,8 @@ class Grant:
 
 
 class Lease:
-    """One worker process. ``extents`` are those that it was given, ``device_grants`` the last grant of each handle.
+    """One worker process. ``extents`` are those that it was given, and whether to read only, ``device_grants`` the last
+    grant of each handle, ``report`` its report block, once it has asked for one.
 
     ``is_inherited``: an earlier run of the daemon gave it; its process has not said yet that it goes on.
     """
@@ -42,8 +44,9 @@ class Lease:
         self.client = client
         self.quarantined = False
         self.is_inherited = False
-        self.extents: set[int] = set()
+        self.extents: set[tuple[int, bool]] = set()
         self.device_grants: dict[int, int] = {}
+        self.report: ReportBlock | None = None
         self._opened = time.monotonic()
         self._grants: dict[int, Grant] = {}
 
@@ -63,6 +66,12 @@ class Lease:
         if grant is None:
             raise GrantRefused(f"grant is unknown, used, or not of lease {self.number}", lease=self.number)
         return grant
+
+    def open_report(self) -> int:
+        """A descriptor of its report block, made now if it has none; the caller closes it. Raises `OsFailure`."""
+        if self.report is None:
+            self.report = ReportBlock()
+        return self.report.open()
 
     def revoke(self, *numbers: int) -> None:
         """Take grants back, those that were used already included."""
@@ -136,6 +145,8 @@ class Leases:
         del self._leases[lease.number]
         lease.revoke_all()
         lease.process.close()
+        if lease.report is not None:
+            lease.report.close()
 
 
 def require_client_name(client: str) -> str:

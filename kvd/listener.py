@@ -39,7 +39,7 @@ class ControlListener:
 
     def __init__(self, router: zmq.Socket[bytes], path: Path, files_needed: int, loop: Loop, log: Log) -> None:
         self._router = router
-        self._files_needed = files_needed
+        self.files_needed = files_needed
         self._loop = loop
         self._log = log
         self._changes = 0
@@ -66,7 +66,7 @@ class ControlListener:
     def most_files(self) -> int:
         """Open descriptors of this process above which no connection is accepted."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return soft - max(0, soft - self._files_needed) // 2
+        return soft - max(0, soft - self.files_needed) // 2
 
     def close(self) -> None:
         """Listen no more. The ROUTER is closed afterwards, and with it the duplicate."""

@@ -50,9 +50,14 @@ def configure(config: LogConfig) -> Log:
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
     ]
     if console:
-        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+        processors.append(renderer)
     else:
-        processors += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        # Without the values of variables: among them is what people said to a model.
+        traceback = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        processors += [structlog.processors.ExceptionRenderer(traceback), structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),

@@ -63,8 +63,7 @@ class Process:
             raise
 
     @classmethod
-    def living(cls, pid: int, start: int) -> Process | None:
-        """The process of this pid that started then; None if it has ended."""
+    def _living(cls, pid: int, start: int) -> Process | None:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -88,6 +87,18 @@ class Process:
 
     def close(self) -> None:
         os.close(self.pidfd)
+
+
+def living_process(uid: int, pid: int, start: int) -> tuple[Peer, Process] | None:
+    """The process of this pid that started then, as a peer of this uid; None if it has ended. The caller closes it."""
+    process = Process._living(pid, start)
+    if process is None:
+        return None
+    try:
+        return Peer(uid, Path(f"/proc/{pid}").stat().st_gid, pid), process
+    except OSError:  # it ended just now
+        process.close()
+        return None
 
 
 def _open_pidfd(connection: socket.socket, peer: Peer) -> int:

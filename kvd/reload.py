@@ -5,51 +5,64 @@ The others stay as they are until the next start. Which are which is said where 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
-from kvd.config import KEYS, Config, Key
+from kvd.config import KEYS, RESIZABLE, Config, Key, with_value
+
+RESTART = "it needs a restart"
 
 
 @dataclass(frozen=True)
 class Reload:
-    """The outcome of reading all settings again. ``config`` is in force afterwards.
+    """The outcome of reading all settings again. ``config`` is in force afterwards, but for the limits of tiers.
 
-    ``changed`` and ``refused`` map dotted names to ``old → new``, both as a file would have them.
+    ``words`` has, by dotted name, what was in force and what was read, as a file would have them, of every setting that
+    is different; ``refused`` why it stays; ``limits`` are those that tiers are yet to be given.
     """
 
     config: Config
-    changed: Mapping[str, str]
+    words: Mapping[str, tuple[str, str]]
     refused: Mapping[str, str]
+    limits: Sequence[str]
 
 
-def merge(running: Config, wanted: Config) -> Reload:
-    """``running`` with those settings of ``wanted`` that may change."""
-    differing = [key for key in KEYS.values() if key.value_in(running) != key.value_in(wanted)]
+def merge(running: Config, wanted: Config, read: Config) -> Reload:
+    """``running`` with those settings of ``wanted`` that may change. ``read`` is what was read before ``wanted``.
+
+    A limit of a tier that differs from the one in force only because an operator changed that is no change.
+    """
+    differing = [key for key in KEYS.values() if _differs(key, running, wanted, read)]
     config = running
     for key in differing:
-        if key.reloadable:
-            config = _with(config, key, key.value_in(wanted))
+        if key.reloadable and key.dotted not in RESIZABLE:
+            config = with_value(config, key, key.value_in(wanted), "")
     origins = {
-        dotted: (wanted if key.reloadable else running).origins.get(dotted, "default") for dotted, key in KEYS.items()
+        dotted: (wanted if key.reloadable and dotted not in RESIZABLE else running).origins.get(dotted, "default")
+        for dotted, key in KEYS.items()
     }
-    words = {key.dotted: _difference(key, running, wanted) for key in differing}
     return Reload(
-        config=dataclasses.replace(config, origins=MappingProxyType(origins)),
-        changed={dotted: text for dotted, text in words.items() if KEYS[dotted].reloadable},
-        refused={dotted: text for dotted, text in words.items() if not KEYS[dotted].reloadable},
+        config=replace(config, origins=MappingProxyType(origins)),
+        words={key.dotted: (_word(key, running), _word(key, wanted)) for key in differing},
+        refused={key.dotted: RESTART for key in differing if not key.reloadable},
+        limits=[key.dotted for key in differing if key.dotted in RESIZABLE],
     )
 
 
-def _with(config: Config, key: Key, value: Any) -> Config:
-    if not key.section:
-        return dataclasses.replace(config, **{key.name: value})
-    section = dataclasses.replace(getattr(config, key.section), **{key.name: value})
-    return dataclasses.replace(config, **{key.section: section})
+def taken_up(read: Config, running: Config) -> Config:
+    """``running``, with the limits of tiers as they were read."""
+    for dotted in RESIZABLE:
+        running = with_value(running, KEYS[dotted], KEYS[dotted].value_in(read), "")
+    return running
 
 
-def _difference(key: Key, running: Config, wanted: Config) -> str:
-    return f"{key.kind.render(key.value_in(running))} → {key.kind.render(key.value_in(wanted))}"
+def _differs(key: Key, running: Config, wanted: Config, read: Config) -> bool:
+    value = key.value_in(wanted)
+    if key.dotted in RESIZABLE and value == key.value_in(read):
+        return False
+    return bool(value != key.value_in(running))
+
+
+def _word(key: Key, config: Config) -> str:
+    return key.kind.render(key.value_in(config))

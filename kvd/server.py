@@ -23,11 +23,12 @@ from kvd.metrics.counters import DONE
 from kvd.node import Node
 from kvd.peers import Peer, peer_of_address
 from kvd.saved.jobs import Job
+from kvd.sessions.viewing import view
 from kvd.stats import node_stats
 from kvd.version import SPOKEN_VERSIONS, require_version
 from protocol import codec, messages
 from protocol.errors import BadMessage, KvdError, OsFailure, Replayed, UnsupportedVersion
-from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorReply, LeaseRequest, Reply, Request
+from protocol.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, BlockRequest, ErrorReply, Reply, Request, VerbOfLease
 
 QUEUED_REQUESTS = 16
 """Messages of up to `codec.CONTROL_LIMIT` that are queued for each peer, in either direction."""
@@ -77,14 +78,14 @@ class ControlServer:
         self.socket.setsockopt(zmq.SNDHWM, QUEUED_REQUESTS)
         self.socket.setsockopt(zmq.LINGER, 1000)
         try:
-            self._listener = ControlListener(self.socket, path, files_needed, loop, log)
+            self.listener = ControlListener(self.socket, path, files_needed, loop, log)
         except OsFailure:
             self.socket.close()
             raise
         loop.watch(self.socket, self.serve)
 
     def close(self) -> None:
-        self._listener.close()
+        self.listener.close()
         self.socket.close()
 
     def serve(self) -> None:
@@ -95,10 +96,22 @@ class ControlServer:
             except zmq.Again:
                 return
             identity = frames[0].bytes
-            peer = peer_of_address(str(frames[-1].get("Peer-Address")))
+            peer = _sender(frames[-1])
+            if peer is None:
+                continue
             answer = self._answer(identity, peer, [frame.bytes for frame in frames[1:]])
             if answer is not None:
-                self.socket.send_multipart([identity, answer], zmq.NOBLOCK)
+                self._send(identity, answer)
+            self._node.sessions.frames.settle()  # what a fork has put off
+
+    def _send(self, identity: bytes, answer: bytes) -> None:
+        """Send; beyond `QUEUED_REQUESTS` answers that a peer does not fetch, more are lost.
+
+        What peers have fetched ZeroMQ learns from commands that a busy socket reads once in a while only; asked for its
+        events it reads them now. Else the answers to a quick client would count as not fetched.
+        """
+        self.socket.getsockopt(zmq.EVENTS)
+        self.socket.send_multipart([identity, answer], zmq.NOBLOCK)
 
     def _answer(self, identity: bytes, peer: Peer, frames: list[bytes]) -> bytes | None:
         """The encoded answer to one message, whatever it is; None if a job will give it."""
@@ -123,7 +136,7 @@ class ControlServer:
         known = self._connections.get(identity)
         if known is None or known.peer != peer:
             return
-        self.socket.send_multipart([identity, codec.encode(reply)], zmq.NOBLOCK)
+        self._send(identity, codec.encode(reply))
 
     def _outcome(self, peer: Peer, seq: int, verb: str, outcome: Reply | Exception) -> Reply:
         """The reply that says what a request has come to, which is counted."""
@@ -165,6 +178,8 @@ class ControlServer:
     def _dispatch(self, request: Request, peer: Peer) -> Reply | Job:
         """The answer, or what will give it."""
         node = self._node
+        if isinstance(request, BlockRequest):
+            return self._of_blocks(request, peer)
         match request:
             case messages.Hello():
                 return self._welcome(request)
@@ -182,10 +197,16 @@ class ControlServer:
                 return messages.Done(request.seq)
             case messages.EndSession():
                 node.operators.require(peer)
-                node.end_stored(request.uid, request.name)
-                return messages.Done(request.seq)
+                return node.lazy.ending(partial(self._end_session, request))
+            case messages.Resize():
+                node.operators.require(peer)
+                node.require_accepting()
+                return node.live.resize(request.seq, request.key, request.nbytes)
+            case messages.ReloadReport():
+                node.operators.require(peer)
+                return node.live.report(request.seq)
             case messages.SaveSession():
-                return node.saving.save(peer, request)
+                return node.lazy.waiting(partial(node.saving.save, peer, request))
             case messages.RestoreSession():
                 node.require_accepting()
                 return node.saving.restore(peer, request)
@@ -193,13 +214,51 @@ class ControlServer:
                 return node.saving.saved(peer, request)
             case messages.RemoveSaved():
                 return node.saving.remove(peer, request)
-            case messages.OpenSession() if node.spilling.is_on:
-                return node.spilling.opening(peer.uid, request.name, partial(self._of_lease, request, peer))
-        if node.spilling.is_on:
-            return node.spilling.with_room(partial(self._of_lease, request, peer))
-        return self._of_lease(request, peer)
+            case messages.FetchPages():
+                return node.lazy.fetch(partial(node.leases.find, request.lease, peer), request)
+        act = partial(self._with_room, request, peer)
+        if isinstance(request, messages.OpenSession):
+            return node.lazy.waiting(act)
+        if node.lazy.is_idle:
+            return act()
+        return node.lazy.ending(act) if isinstance(request, messages.CloseSession) else node.lazy.waiting(act)
 
-    def _of_lease(self, request: LeaseRequest, peer: Peer) -> Reply:
+    def _end_session(self, request: messages.EndSession) -> Reply:
+        self._node.end_stored(request.uid, request.name)
+        return messages.Done(request.seq)
+
+    def _of_blocks(self, request: BlockRequest, peer: Peer) -> Reply | Job:
+        """The answer to a request about blocks."""
+        node = self._node
+        lease = node.leases.find(request.lease, peer)
+        match request:
+            case messages.OpenBlocks():
+                node.require_accepting()
+                return node.blocks.open(lease, request)
+            case messages.MapBlocks():
+                return node.blocks.map(lease, request)
+            case messages.FindBlocks():
+                return node.blocks.find(lease, request)
+            case messages.PinBlocks():
+                return node.blocks.pin(lease, request, partial(node.leases.find, request.lease, peer))
+            case messages.ReserveBlocks():
+                node.require_accepting()
+                return node.blocks.reserve(lease, request)
+            case messages.PublishBlocks():
+                return node.blocks.publish(lease, request)
+            case messages.ReleaseBlocks():
+                return node.blocks.release(lease, request)
+
+    def _with_room(self, request: VerbOfLease, peer: Peer) -> Reply | Job:
+        """The answer to a request that names a lease, with sessions spilled if it finds no room."""
+        spilling, act = self._node.spilling, partial(self._of_lease, request, peer)
+        if not spilling.is_on:
+            return act()
+        if isinstance(request, messages.OpenSession):
+            return spilling.opening(peer.uid, request.name, act, lazy=request.lazy)
+        return spilling.with_room(act)
+
+    def _of_lease(self, request: VerbOfLease, peer: Peer) -> Reply:
         """The answer to a request that names a lease. Asked again if room has been made: the lease may have ended."""
         node = self._node
         lease = node.leases.find(request.lease, peer)
@@ -210,6 +269,8 @@ class ControlServer:
             case messages.OpenSession():
                 node.require_accepting()
                 return node.sessions.open(lease, request)
+            case messages.ViewSession():
+                return view(node.sessions, lease, request)
             case messages.ReattachSession():
                 return node.inheritance.reattach(lease, request)
             case messages.ExtendSession():
@@ -244,5 +305,13 @@ class ControlServer:
             epoch=self._node.leases.epoch,
             handle_socket=str(self._handle_socket),
             extent_bytes=self._node.host.extent_bytes,
-            devices=self._node.devices,
+            devices=self._node.devices(),
         )
+
+
+def _sender(frame: zmq.Frame) -> Peer | None:
+    """Who sent the message; None where ZeroMQ does not say, as of what is no ZMTP: that is no request of anybody's."""
+    try:
+        return peer_of_address(str(frame.get("Peer-Address")))
+    except zmq.ZMQError:
+        return None

@@ -41,17 +41,19 @@ class Size:
 
     least: int
     multiple: int = 1
+    most: int = (1 << 63) - 1
 
     @property
     def allowed(self) -> str:
         step = f", a multiple of {exact_size(self.multiple)}" if self.multiple > 1 else ""
-        return f'bytes, at least {exact_size(self.least)}{step}, such as "16GiB"'
+        most = f", at most {exact_size(self.most)}" if self.most < (1 << 63) - 1 else ""
+        return f'bytes, at least {exact_size(self.least)}{most}{step}, such as "16GiB"'
 
     def parse(self, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError
         nbytes = value if isinstance(value, int) else parse_bytes(value)
-        if not self.least <= nbytes < 1 << 63 or nbytes % self.multiple:
+        if not self.least <= nbytes <= self.most or nbytes % self.multiple:
             raise ValueError
         return nbytes
 

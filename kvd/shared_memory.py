@@ -29,14 +29,29 @@ class SharedMemoryGranter:
         session.grants = [memory.grant for memory in shared]
         return shared
 
-    def extents(self, numbers: Iterable[int], lease: Lease) -> list[Extent]:
+    def view_of_blocks(self, session: Session, lease: Lease) -> tuple[SharedMemory, SharedMemory]:
+        """Both blocks, read-only, for a lease that does not hold the session.
+
+        The session remembers these grants too, in place of the lease's earlier ones.
+        """
+        lease.revoke(*session.viewers.get(lease, ()))
+        daemon, worker = (
+            self._share(lease, segment.nbytes, True, partial(segment.open_fd, read_only=True))
+            for segment in (session.blocks.daemon, session.blocks.worker)
+        )
+        session.viewers[lease] = [daemon.grant, worker.grant]
+        return daemon, worker
+
+    def extents(self, numbers: Iterable[int], lease: Lease, *, read_only: bool = False) -> list[Extent]:
         """Those extents that ``lease`` was not given before. They stay with their uid while its process may live."""
         new = []
-        for number in sorted(set(numbers) - lease.extents):
-            open_descriptor = partial(self._host.open_fd, number, read_only=False)
-            new.append(Extent(number, self._share(lease, self._host.extent_bytes, False, open_descriptor)))
+        for number in sorted(set(numbers)):
+            if (number, read_only) in lease.extents:
+                continue
+            open_descriptor = partial(self._host.open_fd, number, read_only=read_only)
+            new.append(Extent(number, self._share(lease, self._host.extent_bytes, read_only, open_descriptor)))
             self._host.granted(number, lease.number)
-            lease.extents.add(number)
+            lease.extents.add((number, read_only))
         return new
 
     def _share(self, lease: Lease, nbytes: int, read_only: bool, open_descriptor: Callable[[], int]) -> SharedMemory:

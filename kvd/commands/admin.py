@@ -1,36 +1,43 @@
-"""``kvd admin``: what operators may do about leases and sessions of any uid."""
+"""``kvd admin``: what operators may do about tiers, and about leases and sessions of any uid."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
-from kvd.arguments import Parser
-from kvd.config import KEYS
+from kvd.config import KEYS, RESIZABLE
+from kvd.console import output_console
 from kvd.control import Control
-from kvd.stat.tables import WIDTH, leases_table, sessions_table
-from protocol.messages import Done, EndSession, RevokeLease
+from kvd.stat.tables import WIDTH, leases_table, sessions_table, tiers_table
+from kvd.units import format_bytes, parse_bytes
+from protocol.command_line import Parser
+from protocol.errors import InvalidValue
+from protocol.messages import Done, EndSession, ReloadReport, ReloadReported, Resize, Resized, RevokeLease
 
-_EPILOG = """Only root, the daemon's own user and members of the group socket.admin_group may revoke and close.
+_EPILOG = """Only root, the daemon's own user and members of the group socket.admin_group may do more than list.
 
 examples:
   kvd admin leases list
   kvd admin leases revoke 17                  # what it holds is reused once its process is dead
   kvd admin sessions close chat-1 --uid 1001  # one that no lease holds
+  kvd admin tiers resize host.capacity 768GiB # refused while what would go is in use; says who uses it
+  kvd admin reload-report                     # what the latest `systemctl reload kvd` changed and refused
 """
+
+RESIZE_TIMEOUT_S = 3600.0
+"""How long the memory of a tier may take to be populated."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command ``admin``."""
     admin = commands.add_parser(
         "admin",
-        help="revoke leases and end sessions of any user",
-        description="See to leases and sessions of any user.",
+        help="revoke leases, end sessions, resize tiers",
+        description="See to tiers, and to leases and sessions of any user.",
         epilog=_EPILOG,
     )
     default = KEYS["run_dir"].default
@@ -38,6 +45,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--run-dir", type=Path, default=Path(default), metavar="DIR", help=f"the daemon's run directory ({default})"
     )
     kinds = admin.add_subparsers(dest="kind", metavar="KIND", required=True, parser_class=Parser)
+    tiers = kinds.add_parser("tiers", help="list tiers or give one another limit").add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=Parser
+    )
+    tiers.add_parser("list", help="list tiers")
+    resize = tiers.add_parser(
+        "resize",
+        help="grow or shrink a tier until the daemon is stopped",
+        description="Grow or shrink a tier, in full or not at all, until the daemon is stopped or the setting changes.",
+    )
+    resize.add_argument("key", choices=RESIZABLE, metavar="KEY", help=f"its setting: {', '.join(RESIZABLE)}")
+    resize.add_argument("size", type=_size, metavar="SIZE", help="the limit, such as 64GiB")
+    kinds.add_parser("reload-report", help="what the latest reload changed and refused").set_defaults(action="show")
     for kind in ("leases", "sessions"):
         actions = kinds.add_parser(kind, help=f"list {kind} or end one").add_subparsers(
             dest="action", metavar="ACTION", required=True, parser_class=Parser
@@ -59,12 +78,43 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
 def _list_leases(control: Control, _: argparse.Namespace) -> None:
-    _console().print(leases_table(control.stats().leases))
+    output_console(WIDTH).print(leases_table(control.stats().leases))
 
 
 def _list_sessions(control: Control, _: argparse.Namespace) -> None:
-    _console().print(sessions_table(control.stats().sessions))
+    output_console(WIDTH).print(sessions_table(control.stats().sessions))
+
+
+def _list_tiers(control: Control, _: argparse.Namespace) -> None:
+    output_console(WIDTH).print(tiers_table(control.stats().tiers))
+
+
+def _resize(control: Control, parsed: argparse.Namespace) -> None:
+    done = control.ask(lambda seq: Resize(seq, parsed.key, parsed.size), Resized, RESIZE_TIMEOUT_S)
+    print(f"{done.key}: {format_bytes(done.before)} → {format_bytes(done.after)}")
+
+
+def _show_reload(control: Control, _: argparse.Namespace) -> None:
+    report = control.ask(ReloadReport, ReloadReported)
+    if not report.time_s:
+        print("the settings were read at the start only")
+        return
+    when = datetime.fromtimestamp(report.time_s).isoformat(sep=" ", timespec="seconds")
+    if report.error:
+        print(f"{when}: nothing changed: {report.error}")
+        return
+    print(f"{when}: {'nothing was different' if not report.changes else ''}".rstrip())
+    for change in report.changes:
+        outcome = f"refused: {change.refused}" if change.refused else "changed"
+        print(f"  {change.key}: {change.before} → {change.after}, {outcome}")
 
 
 def _revoke(control: Control, parsed: argparse.Namespace) -> None:
@@ -80,14 +130,12 @@ def _close(control: Control, parsed: argparse.Namespace) -> None:
     control.ask(partial(EndSession, uid=parsed.uid, name=parsed.name), Done)
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=WIDTH, highlight=False)
-
-
 _ACTIONS: dict[tuple[str, str], Callable[[Control, argparse.Namespace], None]] = {
     ("leases", "list"): _list_leases,
     ("leases", "revoke"): _revoke,
     ("sessions", "list"): _list_sessions,
     ("sessions", "close"): _close,
+    ("tiers", "list"): _list_tiers,
+    ("tiers", "resize"): _resize,
+    ("reload-report", "show"): _show_reload,
 }

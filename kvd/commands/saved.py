@@ -33,7 +33,10 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         ("restore", "make stored sessions of saved ones"),
         ("rm", "remove saved sessions from disk"),
     ):
-        _add(commands, name, summary).add_argument("names", nargs="+", metavar="NAME", help="a saved session")
+        command = _add(commands, name, summary)
+        command.add_argument("names", nargs="+", metavar="NAME", help="a saved session")
+        if name == "restore":
+            command.add_argument("--lazy", action="store_true", help="have it at once; its pages come from disk later")
     _add(commands, "ls", "list the saved sessions of your uid, least recently used first")
     drain = _add(commands, "drain", "have the daemon stop when its leases have ended, and wait for that")
     drain.add_argument("--save", action="store_true", help="write every session to disk before; the next run has them")
@@ -66,7 +69,8 @@ def _save(parsed: argparse.Namespace) -> int:
 def _restore(parsed: argparse.Namespace) -> int:
     with Control(parsed.run_dir, "kvd restore", TIMEOUT_S) as control:
         for name in parsed.names:
-            _report("restored", control.ask(partial(RestoreSession, name=name, fingerprint=b"", encoding=""), Saved))
+            request = partial(RestoreSession, name=name, fingerprint=b"", encoding="", lazy=parsed.lazy)
+            _report("restored", control.ask(request, Saved), still_to_come=parsed.lazy)
     return 0
 
 
@@ -91,9 +95,11 @@ def _drain(parsed: argparse.Namespace) -> int:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         try:
-            ask_stats(parsed.run_dir)
+            failure = ask_stats(parsed.run_dir).drain_failure
         except DaemonUnavailable:
             return 0
+        if failure:
+            raise OsFailure(f"the daemon in {parsed.run_dir} goes on, and nothing is lost: {failure}")
         time.sleep(0.1)
     raise OsFailure(f"the daemon in {parsed.run_dir} still runs after {TIMEOUT_S:g} s; its log says why")
 
@@ -120,11 +126,11 @@ def _verify(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _report(done: str, saved: Saved) -> None:
+def _report(done: str, saved: Saved, *, still_to_come: bool = False) -> None:
     rate = saved.nbytes / max(saved.seconds, 1e-9) / 1e6
     print(
         f"{done} {saved.name}: {saved.rows} rows, {saved.tokens} tokens, {format_bytes(saved.nbytes)} "
-        f"in {saved.seconds:.2f} s, {rate:,.0f} MB/s"
+        + ("whose pages come from now on" if still_to_come else f"in {saved.seconds:.2f} s, {rate:,.0f} MB/s")
     )
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from kvd import __version__, config
-from kvd.arguments import Parser
 from kvd.config import KEYS
+from kvd.console import output_console
 from kvd.control import Control, ask_stats
 from kvd.stat.check import Thresholds, check, unknown
 from kvd.stat.explain import explain
@@ -22,6 +20,7 @@ from kvd.stat.explain_text import explanation_lines
 from kvd.stat.live import watch
 from kvd.stat.tables import WIDTH, print_tables
 from kvd.units import parse_bytes
+from protocol.command_line import Parser, run_command
 from protocol.errors import InvalidValue, KvdError
 
 _EPILOG = """requested (logical) is what was asked for, committed (real) what the system or the driver gave for it,
@@ -39,49 +38,48 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command ``kvd-stat``; returns its exit status."""
-    parsed = _parser().parse_args(arguments)
-    try:
-        status = _command(parsed)(parsed)
-        sys.stdout.flush()
-    except KvdError as error:
-        print(f"kvd-stat: {error.message}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:  # whoever read has seen enough; nothing is to be written at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
-        return 0
-    return status
+
+    def act() -> int:
+        parsed = parser().parse_args(arguments)
+        return _command(parsed)(parsed)
+
+    return run_command("kvd-stat", act)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """What the command takes, for it and for its manual page."""
     default = KEYS["run_dir"].default
-    parser = Parser(prog="kvd-stat", description="Show what a running daemon holds.", epilog=_EPILOG)
-    parser.add_argument("--version", action="version", version=f"kvd-stat {__version__}")
-    parser.add_argument(
+    top: argparse.ArgumentParser = Parser(
+        prog="kvd-stat", description="Show what a running daemon holds.", epilog=_EPILOG
+    )
+    top.add_argument("--version", action="version", version=f"kvd-stat {__version__}")
+    top.add_argument(
         "what", nargs="?", type=_what, metavar="SECONDS | explain", help="live at this interval; or where memory is"
     )
-    parser.add_argument(
+    top.add_argument(
         "--run-dir", type=Path, default=Path(default), metavar="DIR", help=f"the daemon's run directory ({default})"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, whose schema has a version")
-    parser.add_argument(
+    top.add_argument("--json", action="store_true", help="print one JSON object, whose schema has a version")
+    top.add_argument(
         "--watch", nargs="?", type=_seconds, const=2.0, metavar="SECONDS", help="live, at this interval (2)"
     )
-    parser.add_argument(
+    top.add_argument(
         "--state-dir", type=Path, metavar="DIR", help="explain: of the saved sessions (disk.state_dir of /etc/kvd)"
     )
-    parser.add_argument("--check", action="store_true", help="one line for monitoring, and an exit status of 0 to 3")
-    for level, percent in (("warn", 90.0), ("crit", 97.0)):
+    top.add_argument("--check", action="store_true", help="one line for monitoring, and an exit status of 0 to 3")
+    for level, words, percent in (("warn", "warning", 90.0), ("crit", "critical", 97.0)):
         for tier in ("host", "vram"):
-            parser.add_argument(
-                f"--{level}-{tier}", type=_percent, default=percent, metavar="PERCENT", help=f"({percent:g}%%)"
-            )
-    for level, size in (("warn", "1GiB"), ("crit", "16GiB")):
-        parser.add_argument(
-            f"--{level}-quarantine", type=_size, default=_size(size), metavar="BYTES", help=f"quarantined ({size})"
+            told = f"--check: {words} when {tier} is so full ({percent:g}%%)"
+            top.add_argument(f"--{level}-{tier}", type=_percent, default=percent, metavar="PERCENT", help=told)
+    for level, words, size in (("warn", "warning", "1GiB"), ("crit", "critical", "16GiB")):
+        top.add_argument(
+            f"--{level}-quarantine",
+            type=_size,
+            default=_size(size),
+            metavar="BYTES",
+            help=f"--check: {words} when so much is quarantined ({size})",
         )
-    return parser
+    return top
 
 
 def _command(parsed: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
@@ -97,14 +95,14 @@ def _once(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(msgspec.json.encode(stats).decode())
     else:
-        print_tables(stats, _console())
+        print_tables(stats, output_console(WIDTH))
     return 0
 
 
 def _watch(parsed: argparse.Namespace) -> int:
     interval = parsed.what if parsed.watch is None else parsed.watch
-    with Control(parsed.run_dir, "kvd-stat") as control:
-        watch(control.stats, interval, _console())
+    with Control(parsed.run_dir, "kvd-stat") as control, suppress(KeyboardInterrupt):
+        watch(control.stats, interval, output_console(WIDTH))
     return 0
 
 
@@ -136,17 +134,6 @@ def _explain(parsed: argparse.Namespace) -> int:
     else:
         print("\n".join(explanation_lines(explanation)))
     return 0
-
-
-class _Console(Console):
-    """Leaves a broken pipe to `main`."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
-def _console() -> Console:
-    return _Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
 def _what(text: str) -> float | str:

@@ -6,18 +6,21 @@ Needs the package ``prometheus-client`` (the extra ``metrics``).
 from __future__ import annotations
 
 import copy
+import itertools
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from kvd.metrics.counters import Counters
 from kvd.metrics.stall_watch import StallWatch
 from kvd.node import BALANCED, Node
 from kvd.stats import node_stats
-from protocol.stats import NodeStats, SessionStats, TierStats
+from protocol.lease_report import GAP_BOUNDS_MS
+from protocol.stats import NOT_PUBLISHED, NodeStats, SessionStats, TierStats, reports_of_processes
 
 WORKER_COUNTERS = {
     "selections": ("kvd_rows_selected", "Rows that attention selected"),
@@ -35,6 +38,17 @@ SESSION_GAUGES = {
     "tokens": ("kvd_session_tokens", "Tokens acknowledged to a client"),
     "committed": ("kvd_session_committed_bytes", "Bytes given up for it"),
 }
+BLOCK_COUNTERS = {
+    "looked_up": "looked for",
+    "found": "looked for and stored",
+    "loaded": "pinned, to be read",
+    "published": "published",
+    "abandoned": "reserved and given up",
+    "evicted": "that made room",
+    "spilled": "written to disk",
+    "returned": "read back from disk",
+}
+BLOCK_STATES = ("stored", "pinned", "writing", "on_disk")
 SESSION_STATES = ("held", "stored", "damaged")
 LEASE_STATES = ("live", "quarantined")
 
@@ -48,6 +62,10 @@ class Snapshot:
     worker_totals: Mapping[str, int]
     host_events: Mapping[tuple[str, str], int]
     last_bursts: Mapping[str, float]
+    gaps: Sequence[int]
+    gaps_s: float
+    stalls: Mapping[str, int]
+    blocks: Mapping[str, int]
     build_s: float
 
 
@@ -55,12 +73,17 @@ def take_snapshot(node: Node, stall_watch: StallWatch | None) -> Snapshot:
     """In the loop's thread. What workers publish is as the last check has found it, at most a second ago."""
     begin = time.perf_counter()
     stats = node_stats(node, recheck=False)
+    gaps, gaps_s = node.gaps.totals()
     return Snapshot(
         stats=stats,
         counters=copy.deepcopy(node.counters),
         worker_totals=node.sessions.worker_totals(),
         host_events=stall_watch.counts() if stall_watch else {},
         last_bursts={burst.kind: burst.time for burst in stall_watch.bursts} if stall_watch else {},
+        gaps=gaps,
+        gaps_s=gaps_s,
+        stalls=dict(node.gaps.stalls),
+        blocks=asdict(node.spaces.totals()),
         build_s=time.perf_counter() - begin,
     )
 
@@ -75,6 +98,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvd_snapshot_seconds", "How long this scrape held up the loop", value=snapshot.build_s)
     yield from _tiers(stats.tiers)
     yield from _happened(snapshot)
+    yield from _blocks(snapshot)
+    yield from _reported(snapshot)
 
 
 def _tiers(tiers: Sequence[TierStats]) -> Iterator[Metric]:
@@ -118,6 +143,43 @@ def _happened(snapshot: Snapshot) -> Iterator[Metric]:
     for kind, when in snapshot.last_bursts.items():
         last.add_metric([kind], when)
     yield last
+
+
+def _blocks(snapshot: Snapshot) -> Iterator[Metric]:
+    """Of all spaces together."""
+    gauge = GaugeMetricFamily("kvd_blocks", "Blocks, by state", labels=["state"])
+    for state in BLOCK_STATES:
+        gauge.add_metric([state], sum(getattr(space, state) for space in snapshot.stats.blocks))
+    yield gauge
+    for what, text in BLOCK_COUNTERS.items():
+        yield CounterMetricFamily(f"kvd_blocks_{what}", f"Blocks {text}", value=snapshot.blocks[what])
+    yield CounterMetricFamily(
+        "kvd_block_reservations_refused", "Reservations that found no room", value=snapshot.blocks["refused"]
+    )
+
+
+def _reported(snapshot: Snapshot) -> Iterator[Metric]:
+    """What workers report of themselves."""
+    for what, text in (("torch_reserved", "Held by workers' torch"), ("context", "Held by workers' contexts")):
+        gauge = GaugeMetricFamily(f"kvd_worker_{what}_bytes", f"{text}, as far as they say", labels=["device"])
+        sums: Counter[str] = Counter()
+        for lease in reports_of_processes(snapshot.stats.leases):
+            if getattr(lease, what) != NOT_PUBLISHED:
+                sums[lease.device] += getattr(lease, what)
+        for device, nbytes in sums.items():
+            gauge.add_metric([device], nbytes)
+        yield gauge
+    bounds = [*(str(bound / 1e3) for bound in GAP_BOUNDS_MS), "+Inf"]
+    yield HistogramMetricFamily(
+        "kvd_token_gap_seconds",
+        "From one token to the next, one for each step of decoding",
+        buckets=list(zip(bounds, itertools.accumulate(snapshot.gaps), strict=True)),
+        sum_value=snapshot.gaps_s,
+    )
+    stalls = CounterMetricFamily("kvd_token_stalls", "Gaps much longer than usual, by suspect", labels=["suspect"])
+    for suspect, count in sorted(snapshot.stalls.items()):
+        stalls.add_metric([suspect], count)
+    yield stalls
 
 
 def _by_state(name: str, text: str, states: Iterable[str], found: Iterable[str]) -> Metric:

@@ -13,7 +13,6 @@ scrape costs the loop less than one ``kvd-stat``, and a client that hangs costs 
 from __future__ import annotations
 
 import socket
-import stat
 import sys
 import threading
 import time
@@ -37,6 +36,7 @@ from kvd.metrics.stall_watch import StallWatch
 from kvd.node import BALANCED, Node
 from kvd.settings import UNIX
 from protocol.errors import OsFailure
+from protocol.unix_socket import remove_stale
 
 FRESH_S = 1.0
 """A snapshot that is younger is not taken again."""
@@ -153,7 +153,7 @@ class _Server(ThreadingHTTPServer):
         if address.startswith(UNIX):
             self.address_family = socket.AF_UNIX
             path = Path(address.removeprefix(UNIX))
-            _remove_stale(path)
+            remove_stale(path)
             where = str(path)
         else:
             host, _, port = address.rpartition(":")
@@ -251,17 +251,3 @@ class _Families(Collector):
 
     def collect(self) -> list[Metric]:
         return list(families(self._snapshot))
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove a socket that nobody listens at any more. Anything else stays, and the bind then fails."""
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            return
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()

@@ -28,9 +28,10 @@ REMEMBERED_BURSTS = 64
 
 @dataclass(frozen=True)
 class Burst:
-    """Events of one kind between two looks. ``time`` is seconds since 1970, of the later look."""
+    """Events of one kind between two looks, at ``since`` and at ``time``, in seconds since 1970."""
 
     kind: str
+    since: float
     time: float
     events: int
 
@@ -41,17 +42,24 @@ class StallWatch:
     def __init__(self, vmstat: Path = VMSTAT) -> None:
         self._vmstat = vmstat
         self._first = self._last = self._read()
+        self.looked_at = time.time()
+        """When, in seconds since 1970."""
         self.bursts: deque[Burst] = deque(maxlen=REMEMBERED_BURSTS)
         """The latest, oldest first."""
 
     def look(self) -> None:
         """Read the counters again."""
-        now = self._read()
+        now, since = self._read(), self.looked_at
+        self.looked_at = time.time()
         for kind, names in EVENTS.items():
             events = sum(now[name] - self._last[name] for name in names if name in now)
             if events > 0:
-                self.bursts.append(Burst(kind, time.time(), events))
+                self.bursts.append(Burst(kind, since, self.looked_at, events))
         self._last = now
+
+    def kinds_between(self, begin: float, end: float) -> list[str]:
+        """The kinds of events that may have been between these moments, as far as bursts are remembered."""
+        return sorted({burst.kind for burst in self.bursts if burst.since <= end and burst.time >= begin})
 
     def counts(self) -> dict[tuple[str, str], int]:
         """Events since construction, by kind and the kernel's name of the counter."""

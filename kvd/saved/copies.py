@@ -10,7 +10,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from kvd.logs import Log
 from kvd.saved import file as saved_file
 from kvd.saved.file import Place, SavedFile, SavedHeader
 from kvd.saved.jobs import Jobs, Step
-from kvd.sessions.content import SessionContent, pack_content, read_content
+from kvd.sessions.content import SessionContent, pack_start, read_content
 from kvd.sessions.registry import Sessions
 from kvd.sessions.session import Session
 from kvd.tiers.disk import StateDirectory, file_name
@@ -45,22 +45,23 @@ class Copies:
         self._jobs = jobs
         self._log = log
         # Pages are copied by threads of their own: a job's thread waits for them.
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="page")
+        self.pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="page")
 
     def close(self) -> None:
         """After the jobs have ended."""
-        self._pool.shutdown()
+        self.pool.shutdown()
         self.directory.close()
 
     def write(self, session: Session, kind: str) -> Generator[Step, Any, SavedHeader]:
         """Write the session's file; until the end it is busy."""
+        session.require_pages(0, session.header.page_count)
         session.busy = "being saved"
         try:
             with _os_errors(f"writing saved session {session.name}"), ExitStack() as cleanup:
                 # A descriptor of its own: an empty session ends with its holder, whatever is being done with it.
                 worker_fd = session.blocks.worker.open_fd(read_only=True)
                 cleanup.callback(os.close, worker_fd)
-                source = _Source(session.header, worker_fd, self._places(session))
+                source = _Source(session.header, worker_fd, self.places(session))
                 header: SavedHeader = yield partial(self._write, source, kind)
         finally:
             session.busy = ""
@@ -68,9 +69,19 @@ class Copies:
         return header
 
     def read(
-        self, uid: int, name: str, kind: str, check: Callable[[SavedHeader], None], prepare: Prepare
+        self,
+        uid: int,
+        name: str,
+        kind: str,
+        check: Callable[[SavedHeader], None],
+        prepare: Prepare,
+        *,
+        lazy: bool = False,
     ) -> Generator[Step, Any, SavedHeader]:
-        """Make a stored session of its file; ``check`` raises if its header is not what is wanted."""
+        """Make a stored session of its file; ``check`` raises if its header is not what is wanted.
+
+        With ``lazy`` its pages are absent, and `kvd.saved.lazy` has to bring them.
+        """
         with _os_errors(f"reading saved session {name}"), ExitStack() as cleanup:
             fd = yield partial(self.directory.open, file_name(uid, name, kind))
             cleanup.callback(os.close, fd)
@@ -84,20 +95,23 @@ class Copies:
             session = yield from prepare(_session_header(header), header.page_count)
             undo = cleanup.enter_context(ExitStack())
             undo.callback(self._sessions.discard, session)
-            progress = _Progress(self._log, "restoring", name)
-            yield partial(saved.read_pages, self._places(session), self._pool, self._jobs.cancelled, progress)
-            block = yield partial(pack_content, saved.content, session.header)
-            self._sessions.admit(session, block)
+            if lazy:
+                session.expect_pages(saved.digest)
+            else:
+                progress = _Progress(self._log, "restoring", name)
+                yield partial(saved.read_pages, self.places(session), self.pool, self._jobs.cancelled, progress)
+            self._sessions.admit(session, pack_start(saved.content, session.header), saved.content.tokens)
             undo.pop_all()
             self.directory.touch(fd)
         self._log.info("session read", session=session.number, name=name, file=kind, bytes=header.size)
         return header
 
-    def _places(self, session: Session) -> list[Place]:
-        """Descriptor and offset of each page, good for as long as the frames are the session's."""
+    def places(self, session: Session, frames: Sequence[int] | None = None) -> list[Place]:
+        """Descriptor and offset of each page, or of ``frames``, good for as long as the frames are the session's."""
         stride = session.header.page_stride
         fds = {extent: self._host.fileno(extent) for extent in session.extents}
-        return [(fds[extent], index * stride) for extent, index in map(unpack_frame, session.frames)]
+        found = session.frames if frames is None else frames
+        return [(fds[extent], index * stride) for extent, index in map(unpack_frame, found)]
 
     def _write(self, source: _Source, kind: str) -> SavedHeader:
         """In a thread: write the file."""
@@ -106,7 +120,7 @@ class Copies:
         progress = _Progress(self._log, "saving", header.name)
         places = source.places[: header.page_count]
         with self.directory.replace(file_name(header.uid, header.name, kind), header.size) as fd:
-            saved_file.write(fd, header, content, places, self._pool, self._jobs.cancelled, progress)
+            saved_file.write(fd, header, content, places, self.pool, self._jobs.cancelled, progress)
         return header
 
 
@@ -156,7 +170,7 @@ def _saved_header(header: SessionHeader, content: SessionContent) -> SavedHeader
         commit_bytes=header.commit_bytes,
         generation=header.generation,
         rows=content.rows,
-        tokens=len(content.tokens) // 4,
+        tokens=content.token_count,
         commit_size=len(content.commit),
         sampler_size=len(content.sampler),
         file_bytes=0,

@@ -1,7 +1,8 @@
 """Work that takes longer than the loop may stand still: its steps run in threads, and what is between them in the loop.
 
 A job is a generator. Whatever it yields is called in a thread; what that returns or raises comes back from the
-``yield``. So books and sessions change on the loop's thread only, and what a job must undo it undoes in ``finally``.
+``yield``. A `Future` that it yields is waited for, without a thread. So books and sessions change on the loop's thread
+only, and what a job must undo it undoes in ``finally``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from protocol.errors import InvalidValue
 from protocol.messages import Reply
 
-Step = Callable[[], Any]
+Step = Callable[[], Any] | Future[Any]
 Job = Generator[Step, Any, Reply]
 Finished = Callable[[Reply | Exception], None]
 
@@ -42,10 +43,12 @@ class Jobs:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def start(self, job: Job, finished: Finished) -> None:
-        """Run ``job``; ``finished`` gets its reply or error, at once or later. One too many is an `InvalidValue`."""
+    def start(self, job: Job, finished: Finished, *, always: bool = False) -> None:
+        """Run ``job``; ``finished`` gets its reply or error, at once or later. One too many is an `InvalidValue`, but
+        ``always`` not: the daemon's own.
+        """
         self._under_way[job] = finished
-        self._advance(job, job.__next__)
+        self._advance(job, job.__next__, None if always else MOST_JOBS)
 
     def resume(self) -> None:
         """Go on with the jobs whose steps have ended."""
@@ -67,7 +70,7 @@ class Jobs:
         self._under_way.clear()
         os.close(self.wake)
 
-    def _advance(self, job: Job, go_on: Callable[[], Step]) -> None:
+    def _advance(self, job: Job, go_on: Callable[[], Step], most: int | None = None) -> None:
         try:
             step = go_on()
         except StopIteration as end:
@@ -76,13 +79,14 @@ class Jobs:
             self._under_way.pop(job)(error)
         else:
             count = len(self._under_way)
-            if count > MOST_JOBS:  # this one has only begun
+            if most is not None and count > most:  # this one has only begun
                 job.close()
-                self._under_way.pop(job)(InvalidValue("requests under way", count, f"at most {MOST_JOBS}"))
+                self._under_way.pop(job)(InvalidValue("requests under way", count, f"at most {most}"))
                 return
-            self._threads.submit(step).add_done_callback(lambda future: self._step_ended(job, future))
+            future = step if isinstance(step, Future) else self._threads.submit(step)
+            future.add_done_callback(lambda future: self._step_ended(job, future))
 
     def _step_ended(self, job: Job, future: Future[Any]) -> None:
-        """In the step's thread, or in the loop's when it was cancelled before it began."""
+        """In the step's thread, or in the loop's when it was cancelled before it began, or only waited for."""
         self._ended.put((job, future))
         os.eventfd_write(self.wake, 1)

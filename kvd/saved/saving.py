@@ -9,6 +9,7 @@ from kvd.peers import Peer
 from kvd.saved.copies import Copies
 from kvd.saved.file import SavedHeader
 from kvd.saved.jobs import Job
+from kvd.saved.lazy import LazyRestores
 from kvd.saved.spilling import Spilling
 from kvd.sessions.limits import require_session_name
 from kvd.sessions.registry import Sessions
@@ -22,10 +23,11 @@ from protocol.messages import Done, Saved, SavedSession, SavedSessions
 class Saving:
     """``copies`` is None where the settings name no directory: then every verb is refused."""
 
-    def __init__(self, copies: Copies | None, sessions: Sessions, spilling: Spilling) -> None:
+    def __init__(self, copies: Copies | None, sessions: Sessions, spilling: Spilling, lazy: LazyRestores) -> None:
         self._maybe = copies
         self._sessions = sessions
         self._spilling = spilling
+        self._lazy = lazy
 
     def save(self, peer: Peer, request: messages.SaveSession) -> Job:
         """Write a session of ``peer``'s uid, that is stored or held by its process, to its file."""
@@ -35,12 +37,20 @@ class Saving:
         return _saved(request.seq, header, started)
 
     def restore(self, peer: Peer, request: messages.RestoreSession) -> Job:
-        """Make a stored session of a file."""
+        """Make a stored session of a file, at once or with its pages to come."""
         started = time.monotonic()
         copies, name = self._copies, require_session_name(request.name)
         self._sessions.check_new(peer.uid, name)
         check = partial(_check_model, request)
-        header = yield from copies.read(peer.uid, name, SAVED, check, self._spilling.prepare)
+        if not request.lazy:
+            header = yield from copies.read(peer.uid, name, SAVED, check, self._spilling.prepare)
+            return _saved(request.seq, header, started)
+        pin = copies.directory.pin(file_name(peer.uid, name, SAVED))
+        try:
+            header = yield from copies.read(peer.uid, name, SAVED, check, self._spilling.prepare, lazy=True)
+            self._lazy.add(self._sessions.find(peer.uid, name), SAVED)
+        finally:
+            copies.directory.unpin(pin)
         return _saved(request.seq, header, started)
 
     def saved(self, peer: Peer, request: messages.ListSaved) -> Job:
@@ -56,6 +66,7 @@ class Saving:
     def remove(self, peer: Peer, request: messages.RemoveSaved) -> Job:
         """Remove a saved session."""
         name = file_name(peer.uid, require_session_name(request.name), SAVED)
+        self._lazy.forget_ended()
         yield partial(self._copies.directory.remove, name)
         return Done(request.seq)
 

@@ -11,9 +11,10 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
-from kvd.tiers.segment import Segment, create_segments
-from protocol.daemon_block import daemon_block_bytes, first_writes, switch_writes
-from protocol.errors import OsFailure
+from kvd.hostcheck import SmallSizes
+from kvd.tiers.segment import Segment
+from protocol.daemon_block import daemon_block_bytes, first_writes, source_write, switch_writes
+from protocol.errors import OsFailure, SessionDamaged
 from protocol.session_state import (
     RECORDS_OFFSET,
     SessionHeader,
@@ -21,6 +22,8 @@ from protocol.session_state import (
     WorkerState,
     read_worker_state,
 )
+
+_SIZES = SmallSizes()
 
 
 class SessionBlocks:
@@ -48,10 +51,12 @@ class SessionBlocks:
         """
         with ExitStack() as undo:
             sizes = daemon_block_bytes(header), _worker_layout(header).block_bytes
+            _SIZES.require(sum(sizes))
             segments = []
             for name, nbytes in zip(block_names(prefix, header.session), sizes, strict=True):
-                segments += create_segments([name], nbytes, threads=1)
+                segments.append(Segment(name, nbytes))
                 undo.callback(segments[-1].destroy)
+                segments[-1].allocate()
             daemon, worker = segments
             blocks = cls(header, daemon, worker, sequence=0)
             undo.callback(blocks._close)
@@ -83,6 +88,10 @@ class SessionBlocks:
             _write(self._daemon_fd, offset, data)
         self._sequence += 1
 
+    def write_source(self, source: bytes) -> None:
+        """Name the saved file that absent pages are in. Raises `OsFailure`."""
+        _write(self._daemon_fd, *source_write(source))
+
     @property
     def worker_fd(self) -> int:
         """The worker block's descriptor, to read it by; open until `destroy`."""
@@ -97,10 +106,30 @@ class SessionBlocks:
         """What the worker last published; raises `SessionDamaged` if its block is cut or makes no sense."""
         return read_worker_state(self._worker_fd, self._layout, self._session)
 
-    def fill_worker(self, block: memoryview) -> None:
-        """Write what a saved session had in its worker block, the counts last. Only before a worker sees the block."""
-        _write(self._worker_fd, RECORDS_OFFSET, block[RECORDS_OFFSET:])
-        _write(self._worker_fd, 0, block[:RECORDS_OFFSET])
+    def copy_log(self, source: SessionBlocks, tokens: int) -> None:
+        """Copy the first ``tokens`` tokens of another session's log, without a way round through this process.
+
+        Raises `SessionDamaged` if they are not there, `OsFailure`.
+        """
+        done, size = 0, 4 * tokens
+        while done < size:
+            at = source.log_offset + done, self.log_offset + done
+            try:
+                copied = os.copy_file_range(source.worker_fd, self._worker_fd, size - done, *at)
+            except OSError as error:
+                raise OsFailure(f"copying a token log: {error.strerror}", errno=error.errno) from error
+            if not copied:
+                raise SessionDamaged(f"the token log of session {source._session} is cut", session=source._session)
+            done += copied
+
+    def fill_worker(self, start: memoryview, tokens: bytes) -> None:
+        """Write the token log and what comes before it in the worker block, the counts last.
+
+        Only before a worker sees the block.
+        """
+        _write(self._worker_fd, self.log_offset, tokens)
+        _write(self._worker_fd, RECORDS_OFFSET, start[RECORDS_OFFSET:])
+        _write(self._worker_fd, 0, start[:RECORDS_OFFSET])
 
     def destroy(self) -> None:
         """Give the memory back at once. Whoever still maps a block must not touch it any more."""

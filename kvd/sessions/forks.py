@@ -10,13 +10,13 @@ import dataclasses
 import os
 
 from kvd.leases import Lease
-from kvd.sessions.content import pack_content, read_content
+from kvd.sessions.content import pack_start, read_content
 from kvd.sessions.limits import require_session_name
 from kvd.sessions.registry import Sessions
 from kvd.sessions.session import Session
 from kvd.sessions.sharing import last_page
 from protocol import messages
-from protocol.errors import InvalidValue, StaleGeneration
+from protocol.errors import InvalidValue, SessionBusy, StaleGeneration
 from protocol.layout import PAGE_TOKENS
 from protocol.messages import PrefixFound, SessionOpened
 from protocol.prefix import DIGEST_BYTES, chain_start, extend_chain
@@ -39,11 +39,12 @@ class Forks:
         if request.generation != source.header.generation:
             raise StaleGeneration(source.name, request.generation, source.header.generation)
         sessions.require_intact(source)
-        content = read_content(source.blocks.worker_fd, source.header)
+        content = read_content(source.blocks.worker_fd, source.header, with_tokens=False)
         if not 0 <= request.rows <= content.rows:
             raise InvalidValue(
                 "rows of the fork", request.rows, f"0 to {content.rows}, the committed rows of its source"
             )
+        source.require_pages(0, last_page(request.rows) + 1)
         header = dataclasses.replace(
             source.header,
             generation=FIRST_GENERATION,
@@ -55,16 +56,25 @@ class Forks:
         sessions.check_new(header.uid, header.name)
         shared = source.frames[: last_page(request.rows)]
         session = sessions.prepare(header, 1 if request.rows else 0, lease)
+        own = session.frames
         try:
             if request.rows:
                 sessions.frames.copy(source.frames[len(shared)], session.frames[0], header.page_stride)
-            sessions.frames.share(shared)
-            session.frames = (*shared, *session.frames)
-            sessions.admit(session, pack_content(content.first(request.rows), session.header))
+            session.begin_with(shared, source)
+            kept = content.first(request.rows)
+            session.blocks.copy_log(source.blocks, kept.token_count)
+            now = source.blocks.worker_state()
+            if now.tokens < kept.token_count or now.commit.rows < kept.rows:
+                raise SessionBusy(f"session {source.name!r} was truncated while it was forked", session=source.number)
+            sessions.admit(session, pack_start(kept, session.header))
         except BaseException:
+            session.frames = own
             sessions.discard(session)
             raise
-        return sessions.opened(session, lease, request.seq)
+        sessions.frames.share(shared)
+        opened = sessions.opened(session, lease, request.seq)
+        session.settle_extents()
+        return opened
 
     def find_prefix(self, lease: Lease, request: messages.FindPrefix) -> PrefixFound:
         """The session of the lease's uid that has most of the pages that the hashes stand for."""

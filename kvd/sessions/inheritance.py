@@ -6,12 +6,10 @@ the process says that it goes on (`reattach`) or dies.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from kvd.alloc.ledger import Account, Ledger
 from kvd.leases import Lease, Leases
 from kvd.logs import Log
-from kvd.peers import Peer, Process
+from kvd.peers import living_process
 from kvd.sessions.blocks import SessionBlocks
 from kvd.sessions.registry import Sessions
 from kvd.sessions.remains import LeftSession, Remains
@@ -71,7 +69,7 @@ class Inheritance:
     def _adopt(self, left: LeftSession) -> Session:
         """The session, on its holder's account. Raises `OutOfCapacity` if there is no room for its state."""
         header = left.header
-        holder = self._holder(header.uid, header.holder_pid, header.holder_start) if header.holder_pid else None
+        holder = self.holder(header.uid, header.holder_pid, header.holder_start) if header.holder_pid else None
         lease = holder.number if holder else 0
         nbytes = SessionBlocks.bytes_needed(header)
         with self._ledger.reserve(
@@ -80,6 +78,7 @@ class Inheritance:
             blocks = SessionBlocks(header, left.daemon, left.worker, left.sequence)
             reservation.commit(nbytes)
         session = Session(header, blocks, holder)
+        session.absent, session.source = left.absent, left.source
         shared = [frame for frame in left.frames if self._host.is_in_use(frame)]
         own = [frame for frame in left.frames if not self._host.is_in_use(frame)]
         self._host.adopt_frames(session.account("pages"), header.uid, header.page_stride, own, header.page_bytes)
@@ -92,16 +91,15 @@ class Inheritance:
                 self._host.granted(extent, holder.number)
         return session
 
-    def _holder(self, uid: int, pid: int, start: int) -> Lease | None:
+    def holder(self, uid: int, pid: int, start: int) -> Lease | None:
         """The lease in the name of a process that lives; None if it is dead."""
         known = self._holders.get((pid, start))
         if known is not None:
             return known
-        process = Process.living(pid, start)
-        if process is None:
+        living = living_process(uid, pid, start)
+        if living is None:
             return None
-        gid = Path(f"/proc/{pid}").stat().st_gid
-        self._holders[pid, start] = lease = self._leases.inherit(Peer(uid, gid, pid), process)
+        self._holders[pid, start] = lease = self._leases.inherit(*living)
         return lease
 
 

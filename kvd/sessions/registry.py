@@ -20,7 +20,7 @@ from kvd.logs import Log
 from kvd.sessions.blocks import SessionBlocks
 from kvd.sessions.limits import NAME_LIMIT, check_creation
 from kvd.sessions.session import HOST_TIER, Session
-from kvd.sessions.sharing import SharedFrames
+from kvd.sessions.sharing import SharedFrames, last_page
 from kvd.shared_memory import SharedMemoryGranter
 from kvd.tiers.host_ram import HostRam
 from protocol import messages
@@ -50,7 +50,7 @@ class Sessions:
         self._numbers = itertools.count(1)
         self.frames = SharedFrames(host)
         self.limit(limits)
-        self._granter = SharedMemoryGranter(host)
+        self.granter = SharedMemoryGranter(host)
         self._sessions: dict[int, Session] = {}
         self._by_name: dict[tuple[int, str], Session] = {}
         self._preparing: dict[tuple[int, str], Session] = {}
@@ -77,12 +77,8 @@ class Sessions:
 
     def worker_totals(self) -> Counter[str]:
         """Sums of the counters that workers have published, in all sessions that there are and those that ended."""
-        totals = Counter(dict.fromkeys(COUNTER_NAMES, 0))
-        totals.update(self._ended)
-        for session in self:
-            if session.published is not None:
-                totals.update(session.published.counters)
-        return totals
+        published = [session.published.counters for session in self if session.published is not None]
+        return Counter({name: sum(each[name] for each in [self._ended, *published]) for name in COUNTER_NAMES})
 
     # Verbs: each checks first, then acts
 
@@ -128,8 +124,12 @@ class Sessions:
         header = session.header
         session.require_model(request.fingerprint, request.encoding)
         self.require_intact(session)
-        session.rewrite(
-            session.frames,
+        session.require_pages(0, 0 if request.lazy else header.page_count)
+        # Its last holder may have moved the commit record back and died before it truncated.
+        self.frames.rewrite_own(
+            session,
+            header.page_count,
+            session.blocks.worker_state().commit.rows,
             generation=header.generation + 1,
             holder_pid=lease.peer.pid,
             holder_start=lease.process.start,
@@ -139,7 +139,7 @@ class Sessions:
 
     def extend(self, lease: Lease, request: messages.ExtendSession) -> PagesChanged:
         """Add pages at the end."""
-        session = self._held(lease, request.session, request.generation)
+        session = self.held(lease, request.session, request.generation)
         header = session.header
         room = header.page_capacity - header.page_count
         if not 1 <= request.pages <= room:
@@ -154,7 +154,7 @@ class Sessions:
 
     def truncate(self, lease: Lease, request: messages.TruncateSession) -> PagesChanged:
         """Keep the first pages; the generation rises."""
-        session = self._held(lease, request.session, request.generation)
+        session = self.held(lease, request.session, request.generation)
         if not 0 <= request.pages <= session.header.page_count:
             raise InvalidValue(
                 "pages", request.pages, f"0 to {session.header.page_count}, what session {session.name!r} has"
@@ -164,22 +164,15 @@ class Sessions:
             raise InvalidValue(
                 "pages", request.pages, f"at least {-(-committed // PAGE_TOKENS)}, for the {committed} committed rows"
             )
-        before = session.frames
-        kept = self.frames.own(session, request.pages, committed)
-        added = set(kept).difference(before)
-        try:
-            session.rewrite(kept, generation=session.header.generation + 1)
-        except BaseException:
-            self.frames.free(added)
-            raise
-        del session.prefix[committed // PAGE_TOKENS :]
+        session.require_pages(last_page(committed), request.pages)
+        generation = session.header.generation + 1
+        added = self.frames.rewrite_own(session, request.pages, committed, generation=generation)
         session.revoke_grants()
-        self.frames.free(set(before).difference(kept))
         return self._changed(session, lease, request.seq, added)
 
     def detach(self, lease: Lease, request: messages.DetachSession) -> Done:
         """Let go of the session; it stays stored."""
-        session = self._held(lease, request.session, request.generation)
+        session = self.held(lease, request.session, request.generation)
         self._store(session)
         return Done(request.seq)
 
@@ -229,10 +222,14 @@ class Sessions:
             raise
         return session
 
-    def admit(self, session: Session, worker_block: memoryview) -> None:
-        """Make a prepared session visible. A daemon that is killed meanwhile leaves an empty one, or all of it."""
+    def admit(self, session: Session, start: memoryview, tokens: bytes = b"") -> None:
+        """Make a prepared session visible: ``start`` is of `pack_start`, ``tokens`` are what its log has not yet.
+
+        A daemon that is killed meanwhile leaves an empty one, or all of it.
+        """
         session.rewrite(session.frames)
-        session.blocks.fill_worker(worker_block)
+        session.blocks.fill_worker(start, tokens)
+        session.idle_since = time.monotonic()
         del self._preparing[session.header.uid, session.name]
         self._sessions[session.number] = self._by_name[session.header.uid, session.name] = session
 
@@ -259,9 +256,8 @@ class Sessions:
             else:
                 self._store(session)
 
-    def inspect(self) -> None:
-        """Look for sessions whose memory was cut or scribbled over, and flag them."""
-        cut = self._host.damaged_extents()
+    def inspect(self, cut: Sequence[int]) -> None:
+        """Look for sessions whose memory was scribbled over, or is in extents that were ``cut``, and flag them."""
         for session in self:
             self._inspect(session, cut)
 
@@ -311,7 +307,7 @@ class Sessions:
         if generation != session.header.generation:
             raise StaleGeneration(session.name, generation, session.header.generation)
 
-    def _held(self, lease: Lease, number: int, generation: int) -> Session:
+    def held(self, lease: Lease, number: int, generation: int) -> Session:
         """The intact session that ``lease`` holds at this generation."""
         session = self.session_of(lease, number)
         self._require_holder(session, lease, generation)
@@ -383,14 +379,14 @@ class Sessions:
 
     def opened(self, session: Session, lease: Lease, seq: int) -> SessionOpened:
         """The answer that has ``lease`` hold ``session``, with grants for its memory."""
-        daemon_block, worker_block = self._granter.blocks(session, lease)
+        daemon_block, worker_block = self.granter.blocks(session, lease)
         header = session.header
-        extents = self._granter.extents(session.extents, lease)
+        extents = self.granter.extents(session.extents, lease)
         return SessionOpened(
             seq, header.session, header.generation, header.page_count, daemon_block, worker_block, extents
         )
 
     def _changed(self, session: Session, lease: Lease, seq: int, added: Iterable[int]) -> PagesChanged:
-        extents = self._granter.extents({unpack_frame(frame)[0] for frame in added}, lease)
+        extents = self.granter.extents({unpack_frame(frame)[0] for frame in added}, lease)
         header = session.header
         return PagesChanged(seq, header.session, header.generation, header.page_count, extents)

@@ -11,11 +11,18 @@ import os
 import re
 from dataclasses import dataclass, field
 
+from kvd.blocks.table import table_name
 from kvd.logs import Log
 from kvd.sessions.blocks import block_names
-from kvd.tiers.host_ram import frame_extent, frame_index
+from kvd.tiers.extent import frame_extent, frame_index
 from kvd.tiers.segment import Segment, existing_names, remove_segment
-from protocol.daemon_block import daemon_block_bytes, daemon_block_sequence, read_daemon_block
+from protocol.daemon_block import (
+    daemon_block_bytes,
+    daemon_block_sequence,
+    daemon_block_source,
+    read_daemon_block,
+    split_entries,
+)
 from protocol.errors import KvdError, SessionDamaged, StateVersion
 from protocol.layout import PAGE_ALIGNMENT, round_up
 from protocol.session_state import SessionHeader, WorkerBlockLayout, read_worker_state
@@ -27,6 +34,8 @@ class LeftSession:
 
     header: SessionHeader
     frames: tuple[int, ...]
+    absent: set[int]
+    source: bytes
     sequence: int
     daemon: Segment
     worker: Segment
@@ -85,6 +94,7 @@ def look(prefix: str, extent_bytes: int, extent_count: int, log: Log) -> Remains
             continue
         remains.sessions.append(session)
         kept.update(block_names(prefix, number))
+    kept.add(table_name(prefix))  # `kvd.blocks.inheritance` looks at it when the sessions are there
     removed = [name for name in names if name not in kept]
     for name in removed:
         remove_segment(name)
@@ -102,6 +112,7 @@ class _Checker:
         self._names: set[tuple[int, str]] = set()
         self._kinds: dict[int, tuple[int, int]] = {}
         self._models: dict[int, tuple[bytes, str]] = {}
+        self._absent: set[int] = set()
 
     def check(self, session: LeftSession) -> None:
         """Raise `SessionDamaged` with the reason if ``session`` cannot be kept beside those checked before."""
@@ -115,6 +126,9 @@ class _Checker:
             raise SessionDamaged(f"pages of {header.page_bytes} bytes {header.page_stride} apart")
         if len(set(frames)) != len(frames):
             raise SessionDamaged("a frame comes twice in its page table")
+        absent = {frames[page] for page in session.absent}
+        if not absent.isdisjoint(self._models) or not self._absent.isdisjoint(frames):
+            raise SessionDamaged("a page of it that has not come from disk is another session's too")
         for frame in frames:
             number = frame_extent(frame)
             if number not in self._extents:
@@ -128,6 +142,7 @@ class _Checker:
         self._names.add((header.uid, header.name))
         self._kinds.update((frame_extent(frame), (header.uid, header.page_stride)) for frame in frames)
         self._models.update((frame, model) for frame in frames)
+        self._absent |= absent
 
 
 def _require_version(name: str) -> None:
@@ -163,7 +178,8 @@ def _open_session(prefix: str, number: int) -> LeftSession:
     daemon = Segment.existing(daemon_name)
     try:
         data = os.pread(daemon.fileno(), daemon.nbytes, 0)
-        header, frames = read_daemon_block(data)
+        header, entries = read_daemon_block(data)
+        frames, absent = split_entries(entries)
         if header.session != number or daemon.nbytes != daemon_block_bytes(header) or not daemon.is_intact():
             raise SessionDamaged(f"its daemon block is that of session {header.session}, or cut")
         worker = Segment.existing(worker_name)
@@ -175,4 +191,5 @@ def _open_session(prefix: str, number: int) -> LeftSession:
     except BaseException:
         daemon.close()
         raise
-    return LeftSession(header, frames, daemon_block_sequence(data), daemon, worker)
+    source = daemon_block_source(data)
+    return LeftSession(header, frames, absent, source, daemon_block_sequence(data), daemon, worker)

@@ -1,20 +1,21 @@
 """Pages that several sessions have: frames with a count of their references.
 
 Invariant: a frame with several references is written by nobody. A worker writes no page before that of its last
-committed row, so a fork shares the pages before it and gets a copy of that one; and a truncation gives the session
-copies of what is shared from its new last page on. Sessions of different uids never share. The verbs are in
+committed row, so a fork shares the pages before it and gets a copy of that one; and a truncation or an opening gives
+the session copies of what is shared from its last page on. Sessions of different uids never share. The verbs are in
 `kvd.sessions.forks`.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvd.alloc.ledger import Account
 from kvd.sessions.session import HOST_TIER, Session
-from kvd.tiers.host_ram import HostRam, frame_extent
+from kvd.tiers.extent import frame_extent
+from kvd.tiers.host_ram import HostRam
 from protocol.errors import OsFailure, OutOfCapacity
 from protocol.layout import PAGE_TOKENS
 from protocol.session_state import SessionHeader
@@ -39,35 +40,64 @@ class SharedFrames:
     def __init__(self, host: HostRam) -> None:
         self.most_per_uid = 0
         """Bytes that one uid's sessions may have; 0 for no limit."""
+        self.cached_bytes: Callable[[int], int] = lambda _: 0
+        """Bytes of the uid's frames that are no session's: blocks, which count apart."""
+        self.give_way: Callable[[int, int, OutOfCapacity], bool] = lambda *_: False
+        """Has blocks make the frames free that this uid lacked, of so many bytes each; False if they cannot."""
         self._host = host
-        self._references: Counter[int] = Counter()
+        self._references: dict[int, int] = {}
+        self._uncounted: list[Sequence[int]] = []
+        self._kept: set[int] = set()
+        self._freed_later: list[int] = []
 
     def allocate(self, account: Account, header: SessionHeader, count: int) -> list[int]:
         """``count`` frames for the session of ``header``. Raises `OutOfCapacity` and what `HostRam` raises."""
         asked, limit = count * header.page_stride, self.most_per_uid
-        if limit and asked > limit - (used := self._host.used_bytes(header.uid)):
+        used = self._host.used_bytes(header.uid) - self.cached_bytes(header.uid) if limit else 0
+        if limit and asked > limit - used:
             holders = [f"sessions of uid {header.uid} ({used} bytes)"]
             raise OutOfCapacity(uid_tier(header.uid), asked, max(limit - used, 0), limit, holders)
-        return self._host.allocate_frames(account, header.uid, header.page_stride, count, header.page_bytes)
+
+        def take() -> list[int]:
+            return self._host.allocate_frames(account, header.uid, header.page_stride, count, header.page_bytes)
+
+        try:
+            return take()
+        except OutOfCapacity as error:
+            if not self.give_way(header.uid, header.page_stride, error):
+                raise
+        return take()
 
     def references(self, frame: int) -> int:
         """How many sessions have a frame that is in use."""
+        if self._uncounted:
+            self.settle()
         return self._references.get(frame, 1)
 
     def own_bytes(self, session: Session) -> int:
         """What would be free without the session."""
         return session.header.page_stride * sum(1 for frame in session.frames if self.references(frame) == 1)
 
-    def share(self, frames: Collection[int]) -> None:
-        """Add a reference to each of ``frames``, which are in use."""
+    def share(self, frames: Sequence[int]) -> None:
+        """Add a reference to each of ``frames``, which are in use.
+
+        A session may have 16,384, and who forks it waits: they are counted when a count is asked for, or by `settle`.
+        """
+        self._uncounted.append(frames)
+
+    def settle(self) -> None:
+        """Count what was shared. For when nobody waits."""
         counts = self._references
-        new = [frame for frame in frames if frame not in counts]
-        self._host.move_frames(new, SHARED)
-        counts.update(new)
-        counts.update(frames)
+        while self._uncounted:
+            frames = self._uncounted.pop()
+            new = [frame for frame in frames if frame not in counts] if counts else frames
+            self._host.move_frames(new, SHARED)
+            counts.update(dict.fromkeys(new, 1))
+            counts.update(zip(frames, [counts[frame] + 1 for frame in frames], strict=True))
 
     def free(self, frames: Iterable[int]) -> None:
         """Take a reference from each of ``frames``; those without another are free."""
+        self.settle()
         counts = self._references
         last = []
         for frame in frames:
@@ -76,21 +106,52 @@ class SharedFrames:
                 counts[frame] = count - 1
             else:
                 last.append(frame)
+        if self._kept:
+            self._freed_later += [frame for frame in last if frame in self._kept]
+            last = [frame for frame in last if frame not in self._kept]
         self._host.free_frames(last)
         for frame in last:
             counts.pop(frame, None)
 
+    @contextmanager
+    def keeping(self, frames: Collection[int]) -> Iterator[None]:
+        """Have no other session get ``frames``, which a thread writes, before the end of the block.
+
+        What is freed meanwhile is freed then.
+        """
+        self._kept.update(frames)
+        try:
+            yield
+        finally:
+            self._kept.difference_update(frames)
+            later, self._freed_later = self._freed_later, []
+            self.free(later)
+
     def move(self, frames: Iterable[int], account: Account) -> None:
         """Have the frames that were never shared stand on ``account``."""
+        self.settle()
         self._host.move_frames([frame for frame in frames if frame not in self._references], account)
 
-    def own(self, session: Session, pages: int, rows: int) -> tuple[int, ...]:
-        """The frames of the first ``pages`` pages of ``session``, which is about to have ``rows`` committed rows.
+    def rewrite_own(self, session: Session, pages: int, rows: int, **changes: int) -> set[int]:
+        """Keep the first ``pages`` pages of ``session``, which has ``rows`` committed rows, and change its header.
 
         Those that it may write from now on and that are shared are new frames; the one with the last committed row is
-        a copy. The caller frees what the session no longer has. Raises `OutOfCapacity` or `OsFailure`; then nothing
-        has changed.
+        a copy. Returns the new frames. Raises `OutOfCapacity` or `OsFailure`; then nothing has changed.
         """
+        before = session.frames
+        kept = self._own(session, pages, rows)
+        added = set(kept).difference(before)
+        try:
+            session.rewrite(kept, **changes)
+        except BaseException:
+            self.free(added)
+            raise
+        del session.prefix[rows // PAGE_TOKENS :]
+        self.free(set(before).difference(kept))
+        return added
+
+    def _own(self, session: Session, pages: int, rows: int) -> tuple[int, ...]:
+        """The frames of the first ``pages`` pages, new ones in place of those that are shared and may be written."""
         frames = list(session.frames[:pages])
         first = last_page(rows)
         shared = [page for page in range(first, pages) if self.references(frames[page]) > 1]

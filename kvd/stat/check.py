@@ -61,7 +61,7 @@ def unknown(reason: str) -> tuple[Verdict, str]:
 def _measures(stats: NodeStats, limits: Thresholds) -> Iterator[_Measure]:
     for tier in stats.tiers:
         warn, crit = (limits.warn_host, limits.crit_host) if tier.tier == HOST else (limits.warn_vram, limits.crit_vram)
-        full = fullness(tier)
+        full = fullness(tier, _evictable(stats) if tier.tier == HOST else 0)
         data = f"'{tier.tier}'={full:.2f}%;{warn:g};{crit:g};0;100"
         yield _Measure(f"{tier.tier} {full:.1f}% full", data, _judge(full, warn, crit))
     waiting = sum(tier.quarantined for tier in stats.tiers)
@@ -78,18 +78,26 @@ def _measures(stats: NodeStats, limits: Thresholds) -> Iterator[_Measure]:
     yield _Measure(f"leases {len(stats.leases)}", f"leases={len(stats.leases)};;;0", Verdict.OK)
 
 
-def fullness(tier: TierStats) -> float:
-    """Percent of the tier that nobody else can have.
+def _evictable(stats: NodeStats) -> int:
+    """Bytes of blocks that go when anybody else needs their room."""
+    return sum(
+        space.committed * (space.stored - space.pinned) // max(1, space.stored + space.writing)
+        for space in stats.blocks
+    )
+
+
+def fullness(tier: TierStats, evictable: int = 0) -> float:
+    """Percent of the tier that nobody else can have; of pages, ``evictable`` bytes are anybody's.
 
     Of host RAM there are two parts, and no part can take from the other: pages, all of it committed from the start, and
-    the state of sessions. The fuller one counts.
+    the state of sessions and blocks. The fuller one counts.
     """
     committed = {part.purpose: part.committed for part in tier.purposes}
     if tier.tier != HOST:
         return 100 * (tier.committed - sum(committed.get(purpose, 0) for purpose in RETURNABLE)) / tier.capacity
-    state = committed.get("session_state", 0)
+    state = committed.get("session_state", 0) + committed.get("block_table", 0)
     pool = tier.committed - state
-    pages = pool - committed.get("unassigned", 0)
+    pages = pool - committed.get("unassigned", 0) - evictable
     return 100 * max(pages / pool if pool else 0.0, state / max(1, tier.capacity - pool))
 
 

@@ -1,7 +1,7 @@
 """Where memory is: what the books say beside what the system says, each term measured on its own.
 
-The terms of a device come from NVML, or for the device ``cpu`` from the daemon's descriptors; those of host RAM from
-/dev/shm and /proc. What may not be read, or what nobody publishes, is None: unknown, and not 0.
+The terms of a device come from NVML and from what workers report, or for the device ``cpu`` from the daemon's
+descriptors; those of host RAM from the daemon's /dev/shm and /proc. What may not be read is None: unknown, and not 0.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 from kvd.run_dir import shm_prefix
 from kvd.stat.page_cache import cached_bytes
 from kvd.tiers.segment import SHM_DIRECTORY
-from protocol.errors import OsFailure
-from protocol.stats import NodeStats, TierStats
+from protocol.nvml import Nvml
+from protocol.stats import NOT_PUBLISHED, NodeStats, TierStats, reports_of_processes
 
-EXPLAIN_SCHEMA = 1
+EXPLAIN_SCHEMA = 2
 """Version of what ``kvd-stat explain --json`` prints; raised when a field changes its meaning or goes away."""
 
 _MEMFD = "/memfd:kvd-device"
@@ -27,14 +27,21 @@ _KIB = re.compile(r"^(VmPTE|RssAnon|RssFile|RssShmem):\s+(\d+) kB$", re.MULTILIN
 
 
 class DeviceTerms(msgspec.Struct, frozen=True):
-    """One device. ``unexplained`` is ``in_use`` less all terms that are known."""
+    """One device. ``unexplained`` is ``in_use`` less all terms up to it; ``others`` is part of it.
+
+    ``silent`` counts the leases that do not report what they have beside the daemon's memory.
+    """
 
     device: str
     in_use: int | None
+    driver: int
+    daemon: int
     committed: int
-    torch_reserved: int | None
-    contexts: int | None
+    torch_reserved: int
+    contexts: int
     unexplained: int | None
+    others: int
+    silent: int
 
 
 class ProcessTerms(msgspec.Struct, frozen=True):
@@ -50,11 +57,12 @@ class ProcessTerms(msgspec.Struct, frozen=True):
 
 
 class HostTerms(msgspec.Struct, frozen=True):
-    """Host RAM. ``unexplained`` is ``shm`` less ``committed``."""
+    """Host RAM. ``in_use`` is of the daemon's /dev/shm, by anybody; ``unexplained`` is that less ``committed``."""
 
-    shm: int
+    in_use: int | None
+    shm: int | None
     committed: int
-    unexplained: int
+    unexplained: int | None
     saved_page_cache: int | None
     page_tables: int | None
     processes: list[ProcessTerms]
@@ -70,20 +78,32 @@ class Explanation(msgspec.Struct, frozen=True):
 
 def explain(stats: NodeStats, run_dir: Path, state_dir: Path | None) -> Explanation:
     """Measure every term. ``state_dir`` has the saved sessions, if there are any."""
-    devices = [_device(tier, stats.pid) for tier in stats.tiers if tier.tier.startswith("vram:")]
+    devices = [_device(tier, stats) for tier in stats.tiers if tier.tier.startswith("vram:")]
     [host] = [tier for tier in stats.tiers if tier.tier == "host"]
     return Explanation(EXPLAIN_SCHEMA, devices, _host(stats, host, run_dir, state_dir))
 
 
-def _device(tier: TierStats, daemon: int) -> DeviceTerms:
+def _device(tier: TierStats, stats: NodeStats) -> DeviceTerms:
     device = tier.tier.removeprefix("vram:")
-    if device == "cpu":
-        in_use, contexts, torch_reserved = _memfd_bytes(daemon), 0, 0  # no driver: a process keeps nothing of its own
-    else:
-        in_use, contexts, torch_reserved = _nvml_in_use(device), None, None
-    known = tier.committed + (contexts or 0) + (torch_reserved or 0)
-    unexplained = None if in_use is None else in_use - known
-    return DeviceTerms(device, in_use, tier.committed, torch_reserved, contexts, unexplained)
+    in_use, driver, processes = _memfd_bytes(stats.pid), 0, dict[int, int]()
+    if device != "cpu":
+        in_use, driver, processes = _gpu_memory(device)
+    reports = [lease for lease in reports_of_processes(stats.leases) if lease.device == device]
+    reserved = sum(max(0, lease.torch_reserved) for lease in reports)
+    contexts = sum(max(0, lease.context) for lease in reports)
+    ours = {stats.pid, *(lease.pid for lease in stats.leases)}
+    return DeviceTerms(
+        device=device,
+        in_use=in_use,
+        driver=driver,
+        daemon=tier.own,
+        committed=tier.committed,
+        torch_reserved=reserved,
+        contexts=contexts,
+        unexplained=None if in_use is None else in_use - driver - tier.own - tier.committed - reserved - contexts,
+        others=sum(nbytes for pid, nbytes in processes.items() if pid not in ours),
+        silent=sum(not lease.device or (lease in reports and lease.context == NOT_PUBLISHED) for lease in stats.leases),
+    )
 
 
 def _memfd_bytes(pid: int) -> int | None:
@@ -106,41 +126,43 @@ def _is_memfd(link: Path) -> bool:
         return False
 
 
-def _nvml_in_use(device: str) -> int | None:
-    """What the driver reports as taken by anybody, itself included; None without the package ``nvidia-ml-py``."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        try:
-            return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(device)).used)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        raise OsFailure(f"NVML memory information of {device}: {error}", device=device) from error
+def _gpu_memory(device: str) -> tuple[int | None, int, dict[int, int]]:
+    """What anybody has of the GPU, the driver's own part of it, and what processes have; None where nobody can say."""
+    nvml = Nvml.load()
+    if nvml is None:
+        return None, 0, {}
+    memory = nvml.memory(device)
+    return memory.in_use, memory.driver, dict(memory.processes)
 
 
 def _host(stats: NodeStats, tier: TierStats, run_dir: Path, state_dir: Path | None) -> HostTerms:
-    shm = sum(_shm_bytes(run_dir))
+    directory = Path(f"/proc/{stats.pid}/root") / SHM_DIRECTORY.relative_to("/")
+    in_use = _or_unknown(lambda: _mount_bytes(directory))
     holders = [(lease.lease, lease.pid, lease.client) for lease in stats.leases]
     processes = [_process(*holder) for holder in [(0, stats.pid, "the daemon"), *holders]]
     by_pid = {process.pid: process.page_tables for process in processes}
     tables = [nbytes for nbytes in by_pid.values() if nbytes is not None]
     return HostTerms(
-        shm=shm,
+        in_use=in_use,
+        shm=_or_unknown(lambda: sum(_shm_bytes(directory, run_dir))),
         committed=tier.committed,
-        unexplained=shm - tier.committed,
+        unexplained=None if in_use is None else in_use - tier.committed,
         saved_page_cache=0 if state_dir is None else _or_unknown(lambda: _saved_bytes(state_dir)),
         page_tables=sum(tables) if len(tables) == len(by_pid) else None,
         processes=processes,
     )
 
 
-def _shm_bytes(run_dir: Path) -> Iterator[int]:
+def _mount_bytes(directory: Path) -> int:
+    """Bytes that anybody's files have of the file system."""
+    status = os.statvfs(directory)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+def _shm_bytes(directory: Path, run_dir: Path) -> Iterator[int]:
     """Bytes that the system has allocated for each segment of the daemon in ``run_dir``."""
-    for path in SHM_DIRECTORY.glob(f"{shm_prefix(run_dir)[1:]}-*"):
+    os.stat(directory)  # a glob passes over what may not be read
+    for path in directory.glob(f"{shm_prefix(run_dir)[1:]}-*"):
         try:
             yield path.lstat().st_blocks * 512
         except FileNotFoundError:  # a session ended meanwhile

@@ -19,12 +19,18 @@ def _device(terms: DeviceTerms) -> Iterator[str]:
     yield f"device {terms.device}: {_size(terms.in_use)} in use"
     yield _term("committed by the daemon", terms.committed)
     yield _term("reserved by workers' torch", terms.torch_reserved)
-    yield _term("contexts", terms.contexts)
+    yield _term("contexts of workers", terms.contexts)
+    yield _term("the driver's own", terms.driver)
+    yield _term("kept for the daemon", terms.daemon)
     yield _term("unexplained", terms.unexplained)
+    if terms.others:
+        yield _term("  of which other programs'", terms.others)
+    if terms.silent:
+        yield f"  {terms.silent} leases do not report what they have beside the daemon's memory"
 
 
 def _host(terms: HostTerms) -> Iterator[str]:
-    yield f"host RAM: {_size(terms.shm)} of shared memory"
+    yield f"host RAM: {_size(terms.in_use)} of shared memory in use, {_size(terms.shm)} of it the daemon's"
     yield _term("committed by the daemon", terms.committed)
     yield _term("unexplained", terms.unexplained)
     yield "beside that"

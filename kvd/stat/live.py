@@ -13,11 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvd.stat.tables import headline
+from kvd.stat.tables import gap_text, headline, stall_line
 from kvd.units import format_bytes
 from protocol.layout import ENCODINGS
 from protocol.stats import NodeStats, SessionStats, TierStats
 
+SHOWN_STALLS = 3
 BAR = 40
 """Columns of a tier's bar."""
 
@@ -97,6 +98,7 @@ def render(stats: NodeStats, found: dict[int, Rates]) -> RenderableType:
     quarantined = sum(lease.state == "quarantined" for lease in stats.leases)
     leases = f"leases: {len(stats.leases)}, of which quarantined: {quarantined}"
     parts: list[RenderableType] = [Text(headline(stats)), *map(_tier, stats.tiers), Text(leases)]
+    parts += [Text(stall_line(stall)) for stall in stats.stalls[-SHOWN_STALLS:]]
     if stats.sessions:
         parts.append(_sessions(stats, found))
     return Group(*parts)
@@ -120,14 +122,24 @@ def _sessions(stats: NodeStats, found: dict[int, Rates]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for word in ("session", "state", "client"):
         table.add_column(word, overflow="fold")
-    for number in ("pages", "tokens", "hits/s", "misses/s", "ring hits/s", "hit rate", "fetched/s ≥", "copied back/s"):
+    for number in (
+        "pages",
+        "tokens",
+        "hits/s",
+        "misses/s",
+        "ring hits/s",
+        "hit rate",
+        "fetched/s ≥",
+        "copied back/s",
+        "gap",
+    ):
         table.add_column(number, justify="right")
-    clients = {lease.lease: lease.client for lease in stats.leases}
+    leases = {lease.lease: lease for lease in stats.leases}
     for session in stats.sessions:
-        client = escape(clients.get(session.lease, ""))
-        table.add_row(
-            session.name, session.state, client, f"{session.pages:,}", f"{session.tokens:,}", *_cells(session, found)
-        )
+        lease = leases.get(session.lease)
+        words = (session.name, session.state, escape(lease.client) if lease else "")
+        numbers = (f"{session.pages:,}", f"{session.tokens:,}")
+        table.add_row(*words, *numbers, *_cells(session, found), gap_text(lease) if lease else "")
     return table
 
 

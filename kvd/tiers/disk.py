@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import heapq
 import os
 import re
 import stat
@@ -18,16 +19,29 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import DaemonRunning, InvalidValue, OsFailure, OutOfCapacity, SavedRefused, UnknownSaved
+from protocol.errors import (
+    DaemonRunning,
+    InvalidValue,
+    OsFailure,
+    OutOfCapacity,
+    SavedRefused,
+    SessionBusy,
+    TierInUse,
+    UnknownSaved,
+)
 
 DISK_TIER = "disk"
 MOST_FILES = 4096
 """Saved files at the same time; the least recently used goes for one more."""
 
+NAMED_FILES = 8
+"""Files that an error names, at most."""
+
 SAVED, SPILLED = "kvd", "spilled"
 """Kinds of files, by the ends of their names. Only saved ones are removed to make room."""
 
 _NAME = re.compile(r"[0-9]{1,10}-[A-Za-z0-9._-]{1,64}\.(kvd|spilled)")
+_BLOCKS_NAME = re.compile(r"[0-9]{1,10}-[0-9a-f]{32}\.blocks")
 _TEMPORARY = re.compile(r"\.saving-[0-9]+")
 
 _SYS_OPENAT2 = 437
@@ -50,6 +64,14 @@ class SavedEntry:
     used_ns: int
 
 
+@dataclass(eq=False)
+class Pin:
+    """Keeps the file called ``name``. ``is_replaced`` once another one has that name."""
+
+    name: str
+    is_replaced: bool = False
+
+
 class StateDirectory:
     """The directory at ``path``, made if it is not there, and locked: one daemon uses it at a time.
 
@@ -62,6 +84,7 @@ class StateDirectory:
         self.capacity = capacity
         self._lock = threading.Lock()
         self._expected: dict[str, int] = {}
+        self._pins: set[Pin] = set()
         self._temporaries = 0
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,6 +96,16 @@ class StateDirectory:
         except BaseException:
             os.close(self._fd)
             raise
+
+    def resize(self, capacity: int) -> None:
+        """Another limit, in bytes. Raises `TierInUse`, naming the largest files, below what there is."""
+        with self._lock:
+            sizes = {entry.name: entry.nbytes for entry in self.entries()} | self._expected
+            held = sum(sizes.values())
+            if capacity < held:
+                largest = heapq.nlargest(NAMED_FILES, sizes.items(), key=lambda item: item[1])
+                raise TierInUse(DISK_TIER, capacity, held, [f"{name}: {nbytes} bytes" for name, nbytes in largest])
+            self.capacity = capacity
 
     def close(self) -> None:
         os.close(self._fd)
@@ -119,7 +152,10 @@ class StateDirectory:
             try:
                 yield fd
                 os.fsync(fd)
-                os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                with self._lock:
+                    os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                    for pin in self._pins:
+                        pin.is_replaced |= pin.name == name
                 os.fsync(self._fd)
             finally:
                 os.close(fd)
@@ -131,21 +167,81 @@ class StateDirectory:
             with self._lock:
                 del self._expected[name]
 
+    def pin(self, name: str) -> Pin:
+        """Keep the file, whatever room is needed, until `unpin`: pages are still to be read from it."""
+        pin = Pin(name)
+        with self._lock:
+            self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        with self._lock:
+            self._pins.remove(pin)
+
+    def is_pinned(self, name: str) -> bool:
+        with self._lock:
+            return any(pin.name == name for pin in self._pins)
+
+    def remove_pinned(self, pin: Pin) -> None:
+        """Remove the file that was pinned; one that has its name by now stays. Raises `OsFailure`."""
+        try:
+            with self._lock:
+                if pin.is_replaced:
+                    return
+                os.unlink(pin.name, dir_fd=self._fd)
+            os.fsync(self._fd)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _not_removed(pin.name, error) from error
+
     def remove(self, name: str) -> None:
-        """Remove a saved file. Raises `UnknownSaved` or `OsFailure`."""
+        """Remove a saved file. Raises `UnknownSaved`, `SessionBusy` for one that is pinned, or `OsFailure`."""
         _require_name(name)
+        if any(pin.name == name for pin in list(self._pins)):
+            raise SessionBusy(f"saved file {name} is still being restored from", name=name)
         try:
             os.unlink(name, dir_fd=self._fd)
             os.fsync(self._fd)
         except FileNotFoundError:
             raise UnknownSaved(f"there is no saved file {name}", name=name) from None
         except OSError as error:
-            raise OsFailure(f"removing saved file {name}: {error.strerror}", name=name, errno=error.errno) from error
+            raise _not_removed(name, error) from error
 
     def touch(self, fd: int) -> None:
         """Count the file as used now. One that cannot be marked goes the sooner, and that is all."""
         with suppress(OSError):
             os.utime(fd)
+
+    def open_blocks(self, name: str) -> int:
+        """A descriptor of a file of blocks (`kvd.blocks.spill_file`), made if it is not there; the caller closes it.
+
+        Raises `SavedRefused`, `OsFailure`.
+        """
+        if not _BLOCKS_NAME.fullmatch(name):
+            raise InvalidValue("name of a file of blocks", name[:128], f"what matches {_BLOCKS_NAME.pattern}")
+        try:
+            fd = self._openat2(name, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise OsFailure(f"opening {name}: {error.strerror}", name=name, errno=error.errno) from error
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+            os.close(fd)
+            raise SavedRefused(name, "it is not a regular file of the daemon's uid with one name")
+        return fd
+
+    def remove_blocks(self, name: str) -> None:
+        """Remove a file of blocks. Its disk space is free when its descriptor is closed."""
+        with suppress(OSError):
+            os.unlink(name, dir_fd=self._fd)
+
+    def files_of_blocks(self) -> list[str]:
+        """Their names, the one that was written longest ago first. Raises `OsFailure`."""
+        try:
+            names = [name for name in os.listdir(self._fd) if _BLOCKS_NAME.fullmatch(name)]
+            return sorted(names, key=lambda name: os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime_ns)
+        except OSError as error:
+            raise OsFailure(f"state directory {self.path}: {error.strerror}", path=str(self.path)) from error
 
     def entries(self) -> list[SavedEntry]:
         """The saved files, least recently used first; anything else there is passed over. Raises `OsFailure`."""
@@ -165,8 +261,10 @@ class StateDirectory:
         if name in self._expected:
             raise InvalidValue("saved file", name, "one that is not being written")
         others = [entry for entry in self.entries() if entry.name != name and entry.name not in self._expected]
-        fixed = sum(self._expected.values()) + sum(entry.nbytes for entry in others if entry.name.endswith(SPILLED))
-        others = [entry for entry in others if not entry.name.endswith(SPILLED)]
+        pinned = {pin.name for pin in self._pins}
+        kept = {entry for entry in others if entry.name.endswith(SPILLED) or entry.name in pinned}
+        fixed = sum(self._expected.values()) + sum(entry.nbytes for entry in kept)
+        others = [entry for entry in others if entry not in kept]
         if nbytes > self.capacity - fixed:
             raise OutOfCapacity(DISK_TIER, nbytes, self.capacity - fixed, self.capacity, list(self._expected))
         used = fixed + sum(entry.nbytes for entry in others)
@@ -209,6 +307,10 @@ class StateDirectory:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         return fd
+
+
+def _not_removed(name: str, error: OSError) -> OsFailure:
+    return OsFailure(f"removing saved file {name}: {error.strerror}", name=name, errno=error.errno)
 
 
 def file_name(uid: int, session: str, kind: str = SAVED) -> str:

@@ -65,5 +65,8 @@ class DeviceDriver(Protocol):
     def held_bytes(self, block: DeviceBlock) -> int:
         """What the block really takes, as far as the driver or the operating system can be asked."""
 
+    def own_bytes(self, device: str) -> int:
+        """What the driver keeps of the device for this process, beside blocks: it is on nobody's account."""
+
     def bytes_in_use(self, device: str) -> int | None:
         """What the driver reports as taken of the whole device, by anybody; None where it cannot be asked."""

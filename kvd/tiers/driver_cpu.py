@@ -78,6 +78,10 @@ class CpuDriver:
         """The sealed size: unlike the pages behind it, which a worker can punch out, it is out of a worker's reach."""
         return os.fstat(block.fd).st_size
 
+    def own_bytes(self, device: str) -> int:
+        self._require(device)
+        return 0
+
     def bytes_in_use(self, device: str) -> int:
         self._require(device)
         return sum(os.fstat(block.fd).st_blocks * 512 for block in self._blocks.values())

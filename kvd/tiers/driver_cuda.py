@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from kvd.alloc.sizes import require_size
 from kvd.tiers.driver import DeviceBlock, DeviceInfo, vram_tier
 from protocol.errors import InvalidValue, NoDevice, OsFailure, OutOfCapacity
 from protocol.layout import round_up
+from protocol.nvml import Nvml
+
+MOST_OWN = 16 << 20
+"""Bytes that opening a device may take; what is above is another process's that came at the same moment."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class CudaDriver:
         except ImportError as error:
             raise NoDevice("device cuda needs the package cuda-bindings, which is not installed") from error
         self._cuda: Any = driver
+        nvml = Nvml.load()
+        before = _kept(nvml)
         try:
             self._call(NoDevice, driver.cuInit, 0)
         except RuntimeError as error:  # what cuda-bindings raises when there is no libcuda to load
@@ -48,6 +55,8 @@ class CudaDriver:
             raise NoDevice("the CUDA driver has no device")
         self._nvml = _load_nvml()
         self._devices = {device.info.uuid: device for device in map(self._describe, range(count))}
+        after = _kept(nvml)
+        self._own = {uuid: min(max(0, after[uuid] - before[uuid]), MOST_OWN) for uuid in before.keys() & after.keys()}
 
     def devices(self) -> list[DeviceInfo]:
         return [device.info for device in self._devices.values()]
@@ -90,6 +99,11 @@ class CudaDriver:
     def held_bytes(self, block: DeviceBlock) -> int:
         """The size that ``cuMemCreate`` accepted: the driver cannot be asked about a handle without a context."""
         return block.nbytes
+
+    def own_bytes(self, device: str) -> int:
+        """As measured when the driver was initialised; 0 where NVML cannot be asked."""
+        self._device(device)
+        return self._own.get(device, 0)
 
     def bytes_in_use(self, device: str) -> int | None:
         """From NVML; None without the package ``nvidia-ml-py`` or for a device that NVML does not know."""
@@ -146,6 +160,16 @@ class CudaDriver:
     def _check(self, failure: type[NoDevice | OsFailure], what: str, error: Any) -> None:
         if error != self._cuda.CUresult.CUDA_SUCCESS:
             raise failure(f"{what}: {error.name}", call=what, error=error.name)
+
+
+def _kept(nvml: Nvml | None) -> dict[str, int]:
+    """By GPU, what it keeps for no process; nothing of those that cannot be asked."""
+    found: dict[str, int] = {}
+    if nvml is not None:
+        for device in nvml.devices():
+            with suppress(OsFailure):
+                found[device] = nvml.kept(device)
+    return found
 
 
 def _load_nvml() -> Any:

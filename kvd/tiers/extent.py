@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvd.alloc.ledger import Account
+from kvd.alloc.ledger import Account, Reservation
 from kvd.tiers.segment import Segment
 from protocol.errors import UnknownHandle
 
 UNKNOWN_UID = -1
 """Whose bytes a segment has that an earlier run left: nobody's who asks, so it is made anew before it is used."""
+
+
+def frame_extent(frame: int) -> int:
+    """The number of the extent that the frame is in."""
+    return frame >> 32
+
+
+def frame_index(frame: int) -> int:
+    """The frame's index in its extent."""
+    return frame & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +36,16 @@ class Extent:
 
     ``uid`` is whose bytes may be in the segment, None if it is as the kernel made it, `UNKNOWN_UID` if nobody knows.
     ``stride`` is the size of its frames, 0 while the extent is unassigned. ``grants`` are the leases whose processes
-    may have the segment mapped.
+    may have the segment mapped. A retired one is no part of the tier: its number is free for a later one. ``place`` is
+    what the ledger keeps for a segment that is still to be made.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.stride = 0
         self.grants: set[int] = set()
+        self.is_retired = False
+        self.place: Reservation | None = None
         self._holdings: list[Holding | None] = []
         self._free: list[int] = []
         self.replace(None)
@@ -43,6 +56,19 @@ class Extent:
         self.uid: int | None = None
         self.was_granted = False
         self.is_damaged = False
+
+    def give_up_place(self) -> None:
+        """No segment is made for it."""
+        if self.place is not None:
+            self.place.roll_back()
+            self.place = None
+
+    def take_place(self, segment: Segment) -> None:
+        """Stand on the segment that a place was kept for."""
+        assert self.place is not None
+        self.place.commit(segment.nbytes)
+        self.place = None
+        self.replace(segment)
 
     def adopt(self, segment: Segment) -> None:
         """Stand on a segment that an earlier run left: it may have anybody's bytes, and anybody may have it mapped."""
@@ -123,8 +149,14 @@ class Extent:
 
     def by_holding(self, indices: list[int]) -> list[tuple[Holding, list[int]]]:
         """``indices`` in runs of one holder. Raises `UnknownHandle` for one that is not in use or given twice."""
+        count = len(self._holdings)
+        if max(indices) < count and len(set(indices)) == len(indices):  # one holder of all: the common case
+            holdings = [self._holdings[index] for index in indices]
+            first = holdings[0]
+            if first is not None and holdings.count(first) == len(indices):
+                return [(first, indices)]
         groups: list[tuple[Holding, list[int]]] = []
-        count, seen = len(self._holdings), set[int]()
+        seen = set[int]()
         last: Holding | None = None
         for index in indices:
             holding = self._holdings[index] if index < count else None
@@ -142,3 +174,10 @@ class Extent:
     def holdings(self) -> Iterator[Holding]:
         """Of each frame in use."""
         return (holding for holding in self._holdings if holding is not None)
+
+
+def still_mapped(extents: Iterable[Extent]) -> list[str]:
+    """Who keeps unassigned extents from being used, in words: nothing if nobody does."""
+    waiting = [extent for extent in extents if extent.grants]
+    leases = sorted(set().union(*(extent.grants for extent in waiting)))
+    return [f"{len(waiting)} unassigned extents that leases {leases} may still map"] if waiting else []

@@ -14,11 +14,11 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvd.alloc.ledger import Account, Ledger
+from kvd.alloc.ledger import Account, Ledger, Reservation
 from kvd.alloc.sizes import require_multiple, require_size
-from kvd.tiers.extent import Extent, Holding
+from kvd.tiers.extent import Extent, Holding, frame_extent, frame_index, still_mapped
 from kvd.tiers.segment import Progress, Segment, create_segments, require_name
-from protocol.errors import InvalidValue, OutOfCapacity, UnknownHandle
+from protocol.errors import InvalidValue, OutOfCapacity, TierInUse, UnknownHandle
 from protocol.layout import PAGE_ALIGNMENT
 
 EXTENT_ALIGNMENT = 2 * 1024 * 1024
@@ -27,18 +27,11 @@ EXTENT_ALIGNMENT = 2 * 1024 * 1024
 MOST_EXTENTS = 65536
 """Each extent costs the daemon, and every worker that maps it, a file descriptor."""
 
+STATE_PURPOSES = ("session_state", "block_table")
+"""Purposes of bytes of the tier that are in no extent."""
+
 UNASSIGNED = "unassigned"
 """The purpose of bytes of the tier that are in no frame in use; nobody requested them."""
-
-
-def frame_extent(frame: int) -> int:
-    """The number of the extent that the frame is in."""
-    return frame >> 32
-
-
-def frame_index(frame: int) -> int:
-    """The frame's index in its extent."""
-    return frame & 0xFFFFFFFF
 
 
 class HostRam:
@@ -47,7 +40,8 @@ class HostRam:
     Segments are named ``prefix-e<number>``. With ``numa_node`` all memory comes from that node. ``progress`` is called
     whenever memory is populated, in the calling thread. Raises `OutOfCapacity` naming the limit that is in the way,
     `InvalidValue` or `OsFailure`; then no new segment and no tier is left. ``left`` are extents of an earlier run, by
-    number, that are taken as they are: whole segments of ``extent_bytes``.
+    number, that are taken as they are: whole segments of ``extent_bytes``. Their numbers are below ``slots``, which is
+    more than there are extents where that run had given some up.
     """
 
     def __init__(
@@ -61,6 +55,7 @@ class HostRam:
         progress: Progress | None = None,
         tier: str = "host",
         left: Mapping[int, Segment] | None = None,
+        slots: int = 0,
     ) -> None:
         self._extent_bytes = require_multiple("extent bytes", extent_bytes, EXTENT_ALIGNMENT)
         count = require_multiple("capacity of host RAM", capacity_bytes, extent_bytes) // extent_bytes
@@ -72,15 +67,25 @@ class HostRam:
         self._progress = progress
         self._tier = tier
         self._unassigned = Account(tier, 0, 0, UNASSIGNED)
-        self._extents = [Extent(number) for number in range(count)]
+        left = left or {}
+        require_size("extents of an earlier run", len(left), least=0, most=count)
+        self._extents = [Extent(number) for number in range(max(count, slots))]
+        spare = [extent for extent in self._extents if extent.number not in left]
+        for extent in spare[count - len(left) :]:
+            extent.is_retired = True
         self._partly_used: defaultdict[tuple[int | None, int], set[Extent]] = defaultdict(set)
         self._granted: defaultdict[int, set[Extent]] = defaultdict(set)
         ledger.add_tier(tier, capacity_bytes)
-        self._adopt(left or {})
+        with ledger.reserve(self._unassigned, 0, len(left) * extent_bytes) as reservation:
+            reservation.commit(len(left) * extent_bytes)
+        for number, segment in left.items():
+            self._extents[number].adopt(segment)
         try:
-            self._create([extent for extent in self._extents if extent.segment is None])
+            self._create([extent for extent in self._extents if extent.segment is None and not extent.is_retired])
         except BaseException:
-            for segment in (left or {}).values():
+            for extent in self._extents:
+                extent.give_up_place()
+            for segment in left.values():
                 ledger.release(self._unassigned, 0, extent_bytes)
                 segment.close()
             ledger.remove_tier(tier)
@@ -90,6 +95,16 @@ class HostRam:
     @property
     def extent_bytes(self) -> int:
         return self._extent_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all extents."""
+        return self._extent_bytes * sum(not extent.is_retired for extent in self._extents)
+
+    @property
+    def slots(self) -> int:
+        """Numbers of extents, those that were given up included."""
+        return len(self._extents)
 
     def allocate_frames(self, account: Account, uid: int, stride: int, count: int, payload: int) -> list[int]:
         """``count`` frames of ``stride`` bytes for ``account``, ``payload`` bytes of each being asked for. All or none.
@@ -207,9 +222,7 @@ class HostRam:
 
     def used_bytes(self, uid: int) -> int:
         """Bytes of the frames that are in use for ``uid``."""
-        return sum(
-            extent.used_frames * extent.stride for extent in self._extents if extent.stride and extent.uid == uid
-        )
+        return sum(each.used_frames * each.stride for each in self._extents if each.stride and each.uid == uid)
 
     def lease_gone(self, lease: int) -> None:
         """The lease's process is known dead, and with it whatever it had mapped."""
@@ -224,14 +237,81 @@ class HostRam:
         """Who holds frames of the extent."""
         return {holding.account for holding in self._extent(extent).holdings()}
 
+    def has_mapped(self, lease: int) -> bool:
+        """Whether the lease's process may have an extent mapped."""
+        return bool(self._granted.get(lease))
+
+    def pass_on(self, lease: int, successor: int) -> None:
+        """What the lease's process may have mapped it has mapped for another lease of it from now on."""
+        for extent in self._granted.pop(lease, set()):
+            extent.grants = (extent.grants - {lease}) | {successor}
+            self._granted[successor].add(extent)
+
+    def could_have(self, extent: int, uid: int) -> bool:
+        """Whether ``uid`` could have the extent if no frame of it were in use."""
+        return not self._extent(extent).grants or self._extent(extent).is_usable(uid)
+
     def renew(self, most: int) -> int:
         """Make new segments for at most ``most`` unassigned extents with somebody's old bytes, or damage.
 
         To be called when there is time: an allocation that finds no clean extent does it itself. Returns how many.
         """
-        old = [extent for extent in self._extents if not (extent.stride or extent.grants or extent.is_usable(None))]
+        old = [extent for extent in self._unassigned_extents() if not (extent.grants or extent.is_usable(None))]
         self._create(old[:most])
         return len(old[:most])
+
+    # Growing and shrinking (`kvd.resizing`)
+
+    def begin_growth(self, count: int) -> tuple[list[str], Reservation]:
+        """Names for the segments of ``count`` extents more, and their bytes set aside. The ledger has the capacity."""
+        numbers = self._free_numbers(count)
+        names = [f"{self._prefix}-e{number}" for number in numbers]
+        return names, self._ledger.reserve(self._unassigned, 0, count * self._extent_bytes)
+
+    def end_growth(self, segments: Sequence[Segment], reservation: Reservation) -> None:
+        """The segments are there: extents that can be used from now on."""
+        numbers = self._free_numbers(len(segments))
+        self._extents += [Extent(number) for number in range(len(self._extents), max(numbers) + 1)]
+        reservation.commit(len(segments) * self._extent_bytes)
+        for number, segment in zip(numbers, segments, strict=True):
+            self._extents[number].replace(segment)
+            self._extents[number].is_retired = False
+
+    @property
+    def vacant(self) -> list[Extent]:
+        """The extents that `retire` could take now."""
+        return [extent for extent in self._unassigned_extents() if not extent.grants]
+
+    def retire(self, count: int) -> list[Extent]:
+        """Give ``count`` extents no more to anybody, those of the highest numbers first; `forget` ends it.
+
+        Raises `TierInUse` if fewer are in nobody's use and mapped by no living process; then nothing has changed.
+        """
+        free = self.vacant
+        if len(free) < count:
+            least = self.capacity_bytes - len(free) * self._extent_bytes
+            holders = self._ledger.largest_holders(self._tier, beside=STATE_PURPOSES)
+            holders += still_mapped(self._unassigned_extents())
+            raise TierInUse(self._tier, self.capacity_bytes - count * self._extent_bytes, least, holders)
+        leaving = free[len(free) - count :]
+        for extent in leaving:
+            extent.is_retired = True
+            extent.was_granted = True  # on the books in full until `forget`, whatever is left of it
+        return leaving
+
+    def forget(self, extents: Iterable[Extent]) -> None:
+        """The memory of retired extents has been given back."""
+        for extent in extents:
+            if extent.segment is not None:
+                extent.segment.destroy()
+                self._ledger.release(self._unassigned, 0, self._extent_bytes)
+            extent.give_up_place()
+            extent.replace(None)
+
+    def _free_numbers(self, count: int) -> list[int]:
+        """The lowest numbers that no extent has."""
+        free = [extent.number for extent in self._extents if extent.is_retired and extent.segment is None]
+        return [*free, *range(len(self._extents), len(self._extents) + count)][:count]
 
     def held_bytes(self) -> int:
         """What the operating system has allocated: the ledger's auditor."""
@@ -246,34 +326,27 @@ class HostRam:
             if extent.segment is not None:
                 self._ledger.release(self._unassigned, 0, self._extent_bytes - frames.total() * extent.stride)
                 extent.segment.destroy()
+            extent.give_up_place()
         self._extents = []
         self._ledger.remove_tier(self._tier)
 
-    def _adopt(self, left: Mapping[int, Segment]) -> None:
-        total = len(left) * self._extent_bytes
-        with self._ledger.reserve(self._unassigned, 0, total) as reservation:
-            reservation.commit(total)
-        for number, segment in left.items():
-            self._extents[number].adopt(segment)
-
     def _create(self, extents: list[Extent]) -> None:
-        """New segments for unassigned extents. If that fails they have none, and a later attempt may succeed."""
+        """New segments for unassigned extents. If that fails they have none, and their place is kept for a retry."""
         for extent in extents:
             if extent.segment is not None:
                 extent.segment.destroy()
                 extent.replace(None)
                 self._ledger.release(self._unassigned, 0, self._extent_bytes)
+            if extent.place is None:
+                extent.place = self._ledger.reserve(self._unassigned, 0, self._extent_bytes)
         if not extents:
             return
         names = [f"{self._prefix}-e{extent.number}" for extent in extents]
-        total = len(extents) * self._extent_bytes
-        with self._ledger.reserve(self._unassigned, 0, total) as reservation:
-            segments = create_segments(
-                names, self._extent_bytes, threads=self._threads, numa_node=self._numa_node, progress=self._progress
-            )
-            reservation.commit(total)
+        segments = create_segments(
+            names, self._extent_bytes, threads=self._threads, numa_node=self._numa_node, progress=self._progress
+        )
         for extent, segment in zip(extents, segments, strict=True):
-            extent.replace(segment)
+            extent.take_place(segment)
 
     def _candidates(self, uid: int, stride: int) -> Iterator[Extent]:
         """Extents that can give frames, best first: the fullest in use, the uid's own, clean ones, those to renew."""
@@ -281,10 +354,13 @@ class HostRam:
         for extent in sorted(partly_used, key=lambda extent: (extent.free_frames, extent.number)):
             if extent.is_intact():
                 yield extent
-        unassigned = [extent for extent in self._extents if not extent.stride]
+        unassigned = self._unassigned_extents()
         usable = {extent for extent in unassigned if extent.is_usable(uid)}
         yield from sorted(usable, key=lambda extent: (extent.uid is None, extent.number))
         yield from (extent for extent in unassigned if extent not in usable and not extent.grants)
+
+    def _unassigned_extents(self) -> list[Extent]:
+        return [extent for extent in self._extents if not extent.stride and not extent.is_retired]
 
     def _file(self, extent: Extent) -> None:
         """Put the extent where its frames in use say that it belongs."""
@@ -320,8 +396,5 @@ class HostRam:
 
     def _out_of_capacity(self, uid: int, stride: int, count: int, found: int) -> OutOfCapacity:
         holders = self._ledger.largest_holders(self._tier)
-        waiting = [extent for extent in self._extents if not (extent.stride or extent.is_usable(uid)) and extent.grants]
-        if waiting:
-            leases = sorted(set().union(*(extent.grants for extent in waiting)))
-            holders.append(f"{len(waiting)} unassigned extents that leases {leases} may still map")
+        holders += still_mapped(extent for extent in self._unassigned_extents() if not extent.is_usable(uid))
         return OutOfCapacity(self._tier, count * stride, found * stride, self._ledger.capacity(self._tier), holders)

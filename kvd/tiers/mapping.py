@@ -19,7 +19,7 @@ from protocol.errors import InvalidValue, KvdError, OsFailure, OutOfCapacity
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14; the module mmap does not have it
 _MPOL_BIND = 2
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
-_NO_ROOM = (errno.EFAULT, errno.ENOMEM)
+_NO_ROOM = (errno.EFAULT, errno.ENOMEM, errno.ENOSPC)
 
 LARGEST_NUMA_NODE = 1023
 
@@ -35,6 +35,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 class SharedMapping:
     """A writable mapping of the whole of a shared memory file, until it is closed. It is never read or written here.
 
+    A core dump does not hold it: it is somebody's conversation.
+
     ``address`` is where it begins.
     """
 
@@ -44,6 +46,11 @@ class SharedMapping:
         if address == _MAP_FAILED:
             raise _failure(f"mapping {nbytes} bytes of shared memory", nbytes)
         self.address: int = address
+        try:
+            self._advise(0, nbytes, mmap.MADV_DONTDUMP, "keeping shared memory out of core dumps")
+        except KvdError:
+            self.close()
+            raise
 
     def advise_huge_pages(self) -> None:
         """Ask for transparent huge pages. A kernel may be built without them: that is no error.
@@ -95,7 +102,11 @@ class SharedMapping:
 
 def _failure(what: str, nbytes: int) -> KvdError:
     """The error that the last call in this thread ended with."""
-    number = ctypes.get_errno()
+    return allocation_failure(what, nbytes, ctypes.get_errno())
+
+
+def allocation_failure(what: str, nbytes: int, number: int) -> KvdError:
+    """What errno ``number`` means where shared memory was to be had: `OutOfCapacity` or `OsFailure`."""
     if number not in _NO_ROOM:
         return OsFailure(f"{what}: {os.strerror(number)}", nbytes=nbytes, errno=number)
     limit = tightest_limit()

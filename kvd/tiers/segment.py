@@ -18,7 +18,7 @@ import posix_ipc
 
 from kvd.alloc.sizes import require_size
 from kvd.hostcheck import require_memory
-from kvd.tiers.mapping import SharedMapping
+from kvd.tiers.mapping import SharedMapping, allocation_failure
 from protocol.errors import InvalidValue, OsFailure
 
 SHM_DIRECTORY = Path("/dev/shm")
@@ -71,6 +71,16 @@ class Segment:
         segment.name, segment.nbytes, segment._fd = name, status.st_size, fd
         return segment
 
+    def allocate(self) -> None:
+        """Have every page of it allocated and zero, in this thread and in small pages: for segments of a few MiB.
+
+        Raises `OutOfCapacity` where there is no room, `OsFailure` for other refusals.
+        """
+        try:
+            os.posix_fallocate(self._fd, 0, self.nbytes)
+        except OSError as error:
+            raise allocation_failure(f"allocating shared memory {self.name}", self.nbytes, error.errno or 0) from error
+
     @property
     def committed(self) -> int:
         """Bytes that the operating system has allocated for it, now."""
@@ -104,10 +114,14 @@ class Segment:
         """Let go of it; it stays under its name."""
         os.close(self._fd)
 
-    def destroy(self) -> None:
-        """Unlink and close it, once. Its memory is free when no process maps it any more."""
+    def unlink(self) -> None:
+        """Take its name away. Its memory is free when no process has it open or maps it any more."""
         with suppress(posix_ipc.ExistentialError):  # somebody has removed the file already
             posix_ipc.unlink_shared_memory(self.name)
+
+    def destroy(self) -> None:
+        """Unlink and close it, once."""
+        self.unlink()
         os.close(self._fd)
 
 

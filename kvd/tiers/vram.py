@@ -17,7 +17,7 @@ from kvd.alloc.exact_pool import ExactPool
 from kvd.alloc.ledger import Account, Ledger
 from kvd.alloc.sizes import require_size
 from kvd.tiers.driver import DeviceDriver, vram_tier
-from protocol.errors import InvalidValue, NoDevice, OutOfCapacity, UnknownHandle
+from protocol.errors import InvalidValue, NoDevice, OutOfCapacity, TierInUse, UnknownHandle
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,26 @@ class Vram:
             pools = _Pools(ExactPool(driver, device, ledger, handles), BestFitPool(driver, device, ledger, handles))
             ledger.add_auditor(tier, pools.held_bytes)
             self._pools[tier] = pools
+
+    def resize(self, capacity: int) -> None:
+        """Another limit for every device, in bytes, or for none of them.
+
+        Temporaries that are kept for reuse are given back if they are in the way. Raises `InvalidValue` above a
+        device's memory, `TierInUse` below what is held of it.
+        """
+        there = {vram_tier(device.uuid): device for device in self._driver.devices()}
+        for tier, pools in self._pools.items():
+            require_size(f"capacity of {tier}", capacity, most=there[tier].total_bytes)
+            if capacity < self._held(tier):
+                pools.best_fit.trim()
+            if capacity < self._held(tier):
+                raise TierInUse(tier, capacity, self._held(tier), self._ledger.largest_holders(tier))
+        for tier in self._pools:
+            self._ledger.resize_tier(tier, capacity)
+
+    def _held(self, tier: str) -> int:
+        total = self._ledger.total(tier)
+        return total.committed + total.reserved
 
     def devices(self) -> list[str]:
         """The UUIDs of the devices that are served."""
@@ -116,6 +136,10 @@ class Vram:
     def trim(self) -> int:
         """Give all temporaries that are kept for reuse back to the driver; returns their bytes."""
         return sum(pools.best_fit.trim() for pools in self._pools.values())
+
+    def own_bytes(self, tier: str) -> int:
+        """What the driver keeps for this process of the device that the tier is of; 0 for any other tier."""
+        return self._driver.own_bytes(tier.removeprefix("vram:")) if tier in self._pools else 0
 
     def bytes_in_use(self) -> dict[str, int | None]:
         """By device, what the driver reports as taken by anybody; None where it cannot be asked."""

@@ -1,7 +1,8 @@
 """How many bytes the sessions of a model take in each tier: arithmetic only; no daemon is asked.
 
-It is about one node. A session has one copy of its pages in host RAM, and each replica (a GPU that decodes all of the
-model's layers) has its own caches in VRAM. What weights and activations take is not in it. ``kvd plan`` prints it.
+It is about one node, or one stage of a pipeline. A session has one copy of its pages in host RAM, and each replica (a
+GPU that decodes all of these layers) has its own caches in VRAM. What weights and activations take is not in it; that
+and more nodes are `kvd.planning.fleet`'s. ``kvd plan`` prints it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Part:
 class Footprint:
     """Sessions of ``tokens`` tokens, each with ``hot_rows`` cached rows per layer and ``drafts`` MTP drafts per step.
 
+    ``layers`` are those of one stage of a pipeline, whole index groups; by default all. The MTP layer is with the last.
+
     Raises `InvalidValue` for more tokens than the model's context, for drafts of a model without an MTP layer, and for
     a hot cache that cannot hold the rows that one round selects.
     """
@@ -53,6 +56,7 @@ class Footprint:
     hot_rows: int
     drafts: int
     ring_pages: int
+    layers: range | None = None
 
     def __post_init__(self) -> None:
         context = self.model.max_position_embeddings
@@ -72,7 +76,12 @@ class Footprint:
 
     @cached_property
     def page_format(self) -> PageFormat:
-        return self.model.page_format(self.encoding, mtp=self.drafts > 0)
+        if self.layers is None or len(self.layers) == self.model.num_hidden_layers:
+            return self.model.page_format(self.encoding, mtp=self.drafts > 0)
+        last = self.layers.stop == self.model.num_hidden_layers
+        end = self.layers.stop + (self.model.num_nextn_predict_layers if last and self.drafts else 0)
+        groups = self.model.index_groups(self.layers.start, end)
+        return PageFormat(self.encoding, groups, self.model.hidden_size if last else 0)
 
     @property
     def pages(self) -> int:
