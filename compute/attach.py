@@ -6,18 +6,22 @@ An extent is mapped (and registered with the GPU) once per process, whatever the
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 
 from compute.client import Client
 from compute.device import Device, Mapping
 from compute.kernels.memory import Memory
+from compute.memory_report import MemoryReporter
 from protocol.errors import DaemonUnavailable, NoDevice
 from protocol.handles import DeviceMemory, DevicePurpose, Extent
+
+_T = TypeVar("_T")
 
 
 class Reattachable(Protocol):
@@ -81,6 +85,7 @@ class Attachment:
             raise NoDevice(
                 f"the daemon gives no memory of {device.uuid}; it has {', '.join(known)}", device=device.uuid
             )
+        _raise_file_limit()
         self.client = client
         self.device = device
         self.memory = Memory()
@@ -93,8 +98,14 @@ class Attachment:
         """The sessions that this process holds."""
         self.on_loss: Callable[[DaemonUnavailable], None] | None = None
         """What is done when the daemon goes away, rather than to raise `DaemonUnavailable`."""
-        self._extents: dict[int, Mapping] = {}
+        self._extents: dict[tuple[int, bool], Mapping] = {}
+        """By number, and whether read-only."""
         self._buffers: list[DeviceBuffer] = []
+        self._reporter = MemoryReporter(client, device)
+
+    def warmed_up(self) -> None:
+        """The work has come to use what it will go on to use: the size of the context is reported anew."""
+        self._reporter.warmed_up()
 
     def daemon_lost(self, error: DaemonUnavailable) -> None:
         """Return when another daemon has taken the place of the one that ``error`` is about; raises it otherwise."""
@@ -102,13 +113,20 @@ class Attachment:
             raise error
         self.on_loss(error)
 
+    def with_daemon(self, act: Callable[[], _T]) -> _T:
+        """Do ``act``, and again where the daemon went away meanwhile.
+
+        Raises `DaemonUnavailable` where none has taken its place in time.
+        """
+        while True:
+            try:
+                return act()
+            except DaemonUnavailable as error:
+                self.daemon_lost(error)
+
     def allocate(self, nbytes: int, purpose: DevicePurpose, session: int = 0) -> DeviceBuffer:
         """Take at least ``nbytes`` of the device's VRAM and map it."""
-        try:
-            return self._allocate(nbytes, purpose, session)
-        except DaemonUnavailable as error:
-            self.daemon_lost(error)
-        return self._allocate(nbytes, purpose, session)
+        return self.with_daemon(lambda: self._allocate(nbytes, purpose, session))
 
     def _allocate(self, nbytes: int, purpose: DevicePurpose, session: int) -> DeviceBuffer:
         memory = self.client.allocate_device(self.device.uuid, nbytes, purpose, session)
@@ -132,33 +150,39 @@ class Attachment:
             self.daemon_lost(error)  # what is not handed over to the next daemon is on nobody's books
 
     def adopt(self, extents: list[Extent]) -> None:
-        """Map the extents that a reply brought. The daemon names each extent once per lease."""
-        for extent in extents:
-            if extent.number in self._extents:
-                continue  # reattached: it has been mapped since before the daemon was started again
-            start = time.perf_counter()
-            fd = self.client.claim(extent.memory)
-            mapping = self.device.map_shared(fd, extent.memory.nbytes)
-            self._extents[extent.number] = mapping
-            self.memory.add(mapping.tensor, mapping.address)
-            self.attach_seconds += time.perf_counter() - start
-            self.attached_bytes += extent.memory.nbytes
+        """Map the extents that a reply brought. The daemon names each extent once per lease, and once read-only."""
+        # When it is reattached, an extent has been mapped since before the daemon was started again.
+        new = [extent for extent in extents if (extent.number, extent.memory.read_only) not in self._extents]
+        with self.device.registering(sum(extent.memory.nbytes for extent in new)):
+            for extent in new:
+                start = time.perf_counter()
+                fd = self.client.claim(extent.memory)
+                mapping = self.device.map_shared(fd, extent.memory.nbytes, read_only=extent.memory.read_only)
+                self._extents[extent.number, extent.memory.read_only] = mapping
+                self.memory.add(mapping.tensor, mapping.address)
+                self.attach_seconds += time.perf_counter() - start
+                self.attached_bytes += extent.memory.nbytes
 
-    def extent(self, number: int) -> Mapping:
+    def extent(self, number: int, *, read_only: bool = False) -> Mapping:
         """The mapping of an extent that `adopt` has mapped."""
-        return self._extents[number]
+        return self._extents[number, read_only]
+
+    def has_extent(self, number: int, *, read_only: bool) -> bool:
+        """Whether `adopt` has mapped it so."""
+        return (number, read_only) in self._extents
 
     def hand_over(self, extents: set[int]) -> None:
         """Go on with a daemon that was started again: hand VRAM over, unmap what is not one of ``extents`` any more."""
         for buffer in self._buffers:
             buffer.hand_over()
-        for number in self._extents.keys() - extents:
-            mapping = self._extents.pop(number)
+        for key in [key for key in self._extents if key[0] not in extents]:
+            mapping = self._extents.pop(key)
             self.memory.remove(mapping.address)
             mapping.close()
 
     def close(self) -> None:
         """Unmap everything. No kernel or copy may be in flight."""
+        self._reporter.close()
         self.device.synchronize()
         self.memory = Memory()
         for buffer in self._buffers:
@@ -173,6 +197,15 @@ class Attachment:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _raise_file_limit() -> None:
+    """Every piece of VRAM keeps its descriptor, and index keys come in pieces of 2 MiB: those of a million tokens are
+    more than the usual soft limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 _kept_descriptors: set[int] = set()

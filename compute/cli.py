@@ -5,21 +5,28 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from compute import model_arguments
+from compute.histories import HistorySettings
 from compute.history import History
-from compute.kernels.choice import KERNELS
 from compute.model import tokenizer
-from compute.worker import HistorySettings, Worker
-from protocol.errors import InvalidValue, KvdError
-from protocol.layout import ENCODINGS, PAGE_TOKENS, encoding_named
-from protocol.model import PRESETS, model_named
+from compute.model_arguments import chunk_of, hot_rows_of, model_options, ring_pages_of
+from compute.parallel.command import is_parallel, open_ranks, require_one_process
+from compute.serve import command
+from compute.worker import Worker
+from protocol.command_line import Parser, run_command
+from protocol.errors import InvalidValue
+from protocol.layout import PAGE_TOKENS, encoding_named
+from protocol.model import model_named
 
 _EXAMPLES = """examples:
   kvd-worker generate --prompt-file notes.txt --tokens 64
@@ -27,6 +34,7 @@ _EXAMPLES = """examples:
   kvd-worker generate --model /models/tiny --weights /models/tiny --device cuda --tokens 256
   kvd-worker generate --prompt-file notes.txt --session chat-1 --keep     # leave the history stored
   kvd-worker generate --session chat-1 --continue --tokens 64             # and go on from it
+  torchrun --nproc-per-node 2 -m compute.cli generate --device cuda --tensor-parallel 2 --prompt-file notes.txt
 """
 
 
@@ -67,20 +75,26 @@ class Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="kvd-worker", description="A compute worker on the memory of the node's kvd daemon."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_generate(commands)
-    arguments = parser.parse_args(argv)
-    try:
+
+    def act() -> int:
+        arguments = parser().parse_args(argv)
+        if arguments.command != "generate" or not is_parallel(arguments):
+            require_one_process(arguments, os.environ)
         status: int = arguments.run(arguments)
         return status
-    except KvdError as error:
-        print(f"kvd-worker: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
+
+    return run_command("kvd-worker", act)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes, for it and for its manual page."""
+    top: argparse.ArgumentParser = Parser(
+        prog="kvd-worker", description="A compute worker on the memory of the node's kvd daemon."
+    )
+    commands = top.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    command.configure(commands)
+    return top
 
 
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,10 +103,9 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="read a text as history and decode on from it",
         description="Prefill a text, decode greedily, and report what the memory tiers did.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    model_arguments.configure(parser)
     add = parser.add_argument
-    add("--run-dir", type=Path, default=Path("/run/kvd"), help="where the daemon's sockets are (default %(default)s)")
     add("--prompt-file", type=Path, metavar="FILE", help="text to read; without it, the BOS token alone")
     add("--max-prompt-tokens", type=int, metavar="N", help="read no more of it than N tokens")
     add("--tokens", type=int, default=64, metavar="N", help="tokens to decode (default %(default)s)")
@@ -102,20 +115,13 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         default="offloaded",
         help="where the history lives (default %(default)s)",
     )
-    add("--device", default="cpu", help="cpu, cuda or cuda:N; never another one than that (default %(default)s)")
-    add("--model", default="demo", help=f"{', '.join(PRESETS)}, or a config.json (default %(default)s)")
     add(
-        "--weights",
-        type=Path,
-        metavar="PATH",
-        help="safetensors file or folder; without it, random weights from --seed",
+        "--mtp",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that the model's MTP layer drafts for each step, with --dtype: 0 to 3 (default %(default)s)",
     )
-    add("--seed", type=int, default=0, help="seed of random weights (default %(default)s)")
-    add("--encoding", choices=sorted(ENCODINGS), default="q8g64", help="row encoding (default %(default)s)")
-    add("--hot-rows", type=int, default=2048, metavar="N", help="slots of each group's hot cache (default %(default)s)")
-    add("--kernels", choices=KERNELS, help="which kernels (default: triton on a GPU, reference on a CPU)")
-    add("--ring-pages", type=int, default=8, metavar="N", help="newest pages kept in VRAM (default %(default)s)")
-    add("--chunk", type=int, default=256, metavar="N", help="tokens prefilled at a time (default %(default)s)")
     add("--session", default="default", metavar="NAME", help="name of the session in the daemon (default %(default)s)")
     add(
         "--max-tokens",
@@ -123,7 +129,30 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="N",
         help="most tokens that a new session may ever hold (default: those of this run, or 512)",
     )
+    add(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut heads and experts into N shards, each on a rank of its own; under torchrun (default %(default)s)",
+    )
+    add(
+        "--pipeline-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut the layers into N stages, each of so many shards; under torchrun (default %(default)s)",
+    )
+    add(
+        "--peer-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="longest wait for another rank in the middle of its work, in seconds (default %(default)s)",
+    )
     add("--keep", action="store_true", help="leave the session stored when done")
+    add("--save", action="store_true", help="write the session to disk when done, on the nodes of all ranks")
+    add("--restore", action="store_true", help="with --continue: bring NAME back from disk first, on all nodes")
     add("--continue", dest="resume", action="store_true", help="go on from the stored session NAME")
     add(
         "--on-daemon-loss",
@@ -131,7 +160,6 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         default="fail",
         help="what to do when the daemon goes away: fail, or wait for the next one and go on (default %(default)s)",
     )
-    add("--daemon-timeout", type=float, default=60.0, metavar="S", help="longest wait for it (default %(default)s)")
     add(
         "--negative-control",
         action="store_true",
@@ -145,21 +173,12 @@ def generate(arguments: argparse.Namespace) -> int:
     """Run ``kvd-worker generate``."""
     if arguments.tokens < 1:
         raise InvalidValue("--tokens", arguments.tokens, "at least 1")
-    if arguments.chunk < 1:
-        raise InvalidValue("--chunk", arguments.chunk, "at least 1")
-    config = model_named(arguments.model)
-    prompt = _read_prompt(arguments)
-    encoding = encoding_named(arguments.encoding)
-    with Worker(
-        arguments.run_dir,
-        arguments.device,
-        config,
-        encoding,
-        seed=arguments.seed,
-        weights=arguments.weights,
-        daemon_wait_s=arguments.daemon_timeout if arguments.on_daemon_loss == "wait" else 0.0,
-    ) as worker:
+    arguments.chunk = chunk_of(arguments)
+    arguments.ring_pages = ring_pages_of(arguments, arguments.chunk)
+    with _open_worker(arguments) as (worker, prompt):
         report = _generate(worker, arguments, prompt)
+    if not worker.reports:
+        return 0
     if arguments.json:
         print(json.dumps(asdict(report)))
     else:
@@ -170,11 +189,34 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _open_worker(arguments: argparse.Namespace) -> Iterator[tuple[Worker, list[int]]]:
+    """The worker and the prompt."""
+    config, encoding = model_named(arguments.model), encoding_named(arguments.encoding)
+    options = model_options(arguments, rows=arguments.chunk, mtp=arguments.mtp)
+    arguments.hot_rows = hot_rows_of(arguments, config, arguments.mtp)
+    if is_parallel(arguments):
+        with open_ranks(arguments, config, encoding, lambda: _read_prompt(arguments), **options) as opened:
+            yield opened
+        return
+    prompt = _read_prompt(arguments)
+    with Worker(
+        arguments.run_dir,
+        arguments.device,
+        config,
+        encoding,
+        dtype=arguments.dtype,
+        daemon_wait_s=arguments.daemon_timeout if arguments.on_daemon_loss == "wait" else 0.0,
+        **options,
+    ) as worker:
+        yield worker, prompt
+
+
 def _generate(worker: Worker, arguments: argparse.Namespace, prompt: list[int]) -> Report:
     history, tokens = _open_history(worker, arguments, prompt)
     rows = history.length
     started = time.perf_counter()
-    hidden = worker.prefill(history, tokens[rows:], arguments.chunk, _progress("prefill"))
+    hidden = worker.prefill(history, tokens[rows:], arguments.chunk, _progress("prefill", worker))
     worker.device.synchronize()
     prefill_s = time.perf_counter() - started
     before = history.counters()
@@ -183,14 +225,16 @@ def _generate(worker: Worker, arguments: argparse.Namespace, prompt: list[int]) 
     worker.device.synchronize()
     decode_s = time.perf_counter() - started
     counters = history.counters()
-    history.barrier(hidden)
+    worker.barrier(history)
     stats = worker.stat()
     host = next(tier for tier in stats.tiers if tier.tier == "host")
     vram = next(tier for tier in stats.tiers if tier.tier == f"vram:{worker.device.uuid}")
     pages = [purpose for purpose in host.purposes if purpose.purpose == "pages"]
     control = _negative_control(worker, history, tokens, output) if arguments.negative_control else None
     committed = history.session.committed_rows if history.session else 0
-    history.close(keep=arguments.keep)
+    if arguments.save:
+        worker.save(history)
+    worker.end(history, keep=arguments.keep)
     return Report(
         mode=arguments.mode,
         device=arguments.device,
@@ -233,7 +277,7 @@ def _decode(worker: Worker, history: History, hidden: torch.Tensor, count: int) 
     output: list[int] = []
     windows: list[bool] = []
     seen = history.counters()
-    progress = _progress("decode")
+    progress = _progress("decode", worker)
     for token in worker.decode(history, hidden, count):
         output.append(token)
         progress(len(output), count)
@@ -254,12 +298,14 @@ def _negative_control(worker: Worker, history: History, tokens: list[int], outpu
 
 def _open_history(worker: Worker, arguments: argparse.Namespace, prompt: list[int]) -> tuple[History, list[int]]:
     """The history, and all tokens that belong in it before decoding."""
-    if arguments.mode == "resident" and (arguments.keep or arguments.resume):
+    if arguments.mode == "resident" and (arguments.keep or arguments.resume or arguments.save):
         raise InvalidValue(
-            "--mode", "resident", "offloaded, with --keep or --continue: resident histories are not stored"
+            "--mode", "resident", "offloaded, with --keep, --save or --continue: resident histories are not stored"
         )
+    if arguments.restore and not arguments.resume:
+        raise InvalidValue("--restore", "without --continue", "with it: a restored session is gone on from")
     tokens = worker.prompt_tokens(prompt)
-    limit = len(tokens) + arguments.tokens
+    limit = len(tokens) + arguments.tokens + (PAGE_TOKENS if arguments.mtp else 0)  # drafts lie behind the output
     capacity = arguments.max_tokens or max(limit, 8 * PAGE_TOKENS)
     settings = HistorySettings(
         arguments.mode, capacity, arguments.hot_rows, arguments.ring_pages, arguments.session, arguments.kernels
@@ -269,6 +315,8 @@ def _open_history(worker: Worker, arguments: argparse.Namespace, prompt: list[in
         if history.session:
             history.session.state.append_tokens(tokens)
         return history, tokens
+    if arguments.restore:
+        worker.restore(arguments.session)
     history, logged = worker.take_over(settings)
     assert history.session is not None
     history.session.state.append_tokens(prompt)
@@ -289,7 +337,7 @@ def _digest(tokens: list[int]) -> str:
     return hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in tokens)).hexdigest()
 
 
-def _progress(what: str) -> Callable[[int, int], None]:
+def _progress(what: str, worker: Worker) -> Callable[[int, int], None]:
     """Prints to stderr at most twice a second: counting in place on a terminal, at every tenth elsewhere."""
     started = time.perf_counter()
     terminal = sys.stderr.isatty()
@@ -298,7 +346,7 @@ def _progress(what: str) -> Callable[[int, int], None]:
     def show(done: int, total: int) -> None:
         nonlocal last_time, last_tenth
         now, tenth = time.perf_counter(), 10 * done // total
-        if done < total and (now - last_time < 0.5 if terminal else tenth == last_tenth):
+        if not worker.reports or (done < total and (now - last_time < 0.5 if terminal else tenth == last_tenth)):
             return
         last_time, last_tenth = now, tenth
         rate = done / max(now - started, 1e-9)

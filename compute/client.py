@@ -6,6 +6,7 @@ verbs mean is in ``protocol/SPEC.md``; how memory behind a handle is mapped is i
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import weakref
@@ -19,6 +20,7 @@ import zmq
 from protocol import codec, messages
 from protocol.errors import BadMessage, DaemonUnavailable, InvalidValue, error_from
 from protocol.handles import DeviceMemory, DevicePurpose, LeaseRef, SharedMemory
+from protocol.lease_report import REPORT_VERSION, ReportWriter
 from protocol.stats import NodeStats
 
 CONTROL_SOCKET = "kvd.sock"
@@ -32,6 +34,9 @@ class Client:
 
     Raises `DaemonUnavailable` where nothing answers at ``run_dir`` within ``timeout_s``. Every verb raises the typed
     error that the daemon replied with; after `DaemonUnavailable` the client is of no use before `reconnect`.
+
+    ``report`` is where this process tells the daemon of its token gaps and of memory that is not the daemon's; None if
+    the daemon takes no reports. Its stores may come from any thread.
     """
 
     def __init__(self, run_dir: Path | str, *, name: str = "worker", timeout_s: float = 30.0) -> None:
@@ -50,6 +55,7 @@ class Client:
 
     def _connect(self) -> None:
         name = self._name
+        self.report: ReportWriter | None = None
         self._seq = 0
         self._handles = self._connect_handles(self.run_dir / HANDLE_SOCKET)
         _lease_connections.add(self._handles)
@@ -63,16 +69,18 @@ class Client:
         self._control.setsockopt(zmq.LINGER, 0)
         self._control.connect(f"ipc://{self.run_dir / CONTROL_SOCKET}")
         try:
-            self.welcome = self._ask(
+            self.welcome = self.ask(
                 lambda seq: messages.Hello(seq, messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR, name),
                 messages.Welcome,
             )
+            self.report = self._open_report() if self.welcome.minor >= 2 else None
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End the lease. Unmap device memory before: the daemon keeps it in quarantine while this process lives."""
+        self.report = None  # and with it its mapping
         self._control.close()
         self._context.term()
         self._handles.close()
@@ -87,7 +95,7 @@ class Client:
 
     def stat(self) -> NodeStats:
         """Every tier, lease and session at this moment."""
-        return self._ask(lambda seq: messages.Stat(seq), messages.Stats).stats
+        return self.ask(lambda seq: messages.Stat(seq), messages.Stats).stats
 
     def create_session(
         self,
@@ -100,77 +108,95 @@ class Client:
         commit_bytes: int = 0,
     ) -> messages.SessionOpened:
         """Make a session without pages, held by this lease."""
-        return self._ask(
+        return self.ask(
             lambda seq: messages.CreateSession(
                 seq, self.lease, name, fingerprint, encoding, page_bytes, token_capacity, commit_bytes
             ),
             messages.SessionOpened,
         )
 
-    def open_session(self, name: str, *, fingerprint: bytes, encoding: str) -> messages.SessionOpened:
-        """Take over a stored session of this uid."""
-        return self._ask(
-            lambda seq: messages.OpenSession(seq, self.lease, name, fingerprint, encoding), messages.SessionOpened
+    def open_session(
+        self, name: str, *, fingerprint: bytes, encoding: str, lazy: bool = False
+    ) -> messages.SessionOpened:
+        """Take over a stored session of this uid. With ``lazy`` the caller fetches the pages that are absent."""
+        return self.ask(
+            lambda seq: messages.OpenSession(seq, self.lease, name, fingerprint, encoding, lazy), messages.SessionOpened
+        )
+
+    def view_session(self, session: int, generation: int) -> messages.SessionOpened:
+        """Have a session that another lease of this uid holds, to be read only."""
+        return self.ask(lambda seq: messages.ViewSession(seq, self.lease, session, generation), messages.SessionOpened)
+
+    def fetch_pages(
+        self, session: int, generation: int, first_page: int, pages: int, *, timeout_s: float = 600.0
+    ) -> None:
+        """Return when the bytes of these pages have come from disk and held. Raises `SavedRefused` for one that did
+        not; the others are not affected.
+        """
+        self.ask(
+            lambda seq: messages.FetchPages(seq, self.lease, session, generation, first_page, pages),
+            messages.Done,
+            timeout_s,
         )
 
     def reattach_session(self, name: str) -> messages.SessionOpened:
         """Hold on to a session of this process, after the daemon was started again."""
-        return self._ask(lambda seq: messages.ReattachSession(seq, self.lease, name), messages.SessionOpened)
+        return self.ask(lambda seq: messages.ReattachSession(seq, self.lease, name), messages.SessionOpened)
 
     def extend_session(self, session: int, generation: int, pages: int) -> messages.PagesChanged:
         """Add pages at the session's end."""
-        return self._ask(
+        return self.ask(
             lambda seq: messages.ExtendSession(seq, self.lease, session, generation, pages), messages.PagesChanged
         )
 
     def truncate_session(self, session: int, generation: int, pages: int) -> messages.PagesChanged:
         """Keep the first ``pages`` pages. No copy to a page that goes may be in flight."""
-        return self._ask(
+        return self.ask(
             lambda seq: messages.TruncateSession(seq, self.lease, session, generation, pages), messages.PagesChanged
         )
 
     def detach_session(self, session: int, generation: int) -> None:
         """Let go of the session; it stays stored."""
-        self._ask(lambda seq: messages.DetachSession(seq, self.lease, session, generation), messages.Done)
+        self.ask(lambda seq: messages.DetachSession(seq, self.lease, session, generation), messages.Done)
 
     def close_session(self, session: int, generation: int) -> None:
         """End the session. No copy to one of its pages may be in flight."""
-        self._ask(lambda seq: messages.CloseSession(seq, self.lease, session, generation), messages.Done)
+        self.ask(lambda seq: messages.CloseSession(seq, self.lease, session, generation), messages.Done)
 
     def fork_session(self, session: int, generation: int, rows: int, name: str) -> messages.SessionOpened:
         """Make a session of the first ``rows`` committed rows of another, held by this lease. They share pages."""
-        return self._ask(
+        return self.ask(
             lambda seq: messages.ForkSession(seq, self.lease, session, generation, rows, name), messages.SessionOpened
         )
 
     def find_prefix(self, *, fingerprint: bytes, encoding: str, digests: list[bytes]) -> messages.PrefixFound:
         """The session of this uid that has most of the pages of a chain of hashes (`protocol.prefix`)."""
-        return self._ask(
+        return self.ask(
             lambda seq: messages.FindPrefix(seq, self.lease, fingerprint, encoding, digests), messages.PrefixFound
         )
 
     def save_session(self, name: str, *, timeout_s: float = 600.0) -> messages.Saved:
         """Write a session of this uid to disk. One that this process holds is at its barrier."""
-        return self._ask(lambda seq: messages.SaveSession(seq, name), messages.Saved, timeout_s)
+        return self.ask(lambda seq: messages.SaveSession(seq, name), messages.Saved, timeout_s)
 
     def restore_session(
-        self, name: str, *, fingerprint: bytes, encoding: str, timeout_s: float = 600.0
+        self, name: str, *, fingerprint: bytes, encoding: str, lazy: bool = False, timeout_s: float = 600.0
     ) -> messages.Saved:
-        """Make a stored session of a saved one, of the same model and encoding."""
-        return self._ask(
-            lambda seq: messages.RestoreSession(seq, name, fingerprint, encoding), messages.Saved, timeout_s
+        """Make a stored session of a saved one, of the same model and encoding; with ``lazy`` its pages come later."""
+        return self.ask(
+            lambda seq: messages.RestoreSession(seq, name, fingerprint, encoding, lazy), messages.Saved, timeout_s
         )
 
     def allocate_device(self, device: str, nbytes: int, purpose: DevicePurpose, session: int = 0) -> DeviceMemory:
         """Take VRAM of ``device`` (a UUID of `Welcome.devices`)."""
-        return self._ask(
+        return self.ask(
             lambda seq: messages.AllocateDevice(seq, self.lease, device, nbytes, purpose, session),
             messages.DeviceAllocated,
         ).memory
 
     def free_device(self, handle: int) -> None:
         """Give VRAM back, after unmapping it."""
-        self._ask(lambda seq: messages.FreeDevice(seq, self.lease, handle), messages.Done)
+        self.ask(lambda seq: messages.FreeDevice(seq, self.lease, handle), messages.Done)
 
     def claim(self, memory: SharedMemory | DeviceMemory) -> int:
         """Present the grant of ``memory``; returns a file descriptor that the caller owns."""
@@ -198,13 +224,12 @@ class Client:
 
     # Transport
 
-    def _ask(
+    def ask(
         self, build: Callable[[int], messages.Request], expected: type[_ReplyT], timeout_s: float | None = None
     ) -> _ReplyT:
+        """The reply to the request that ``build`` makes of a sequence number."""
         timeout_s = timeout_s or self._timeout_s
-        self._seq += 1
-        request = build(self._seq)
-        self._control.send(codec.encode(request))
+        request = self.tell(build)
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._handles.fileno(), zmq.POLLIN)  # nothing comes unasked but the end of the lease
@@ -228,6 +253,13 @@ class Client:
             raise BadMessage(f"the daemon answered {type(request).__name__} with {type(reply).__name__}")
         return reply
 
+    def tell(self, build: Callable[[int], messages.Request]) -> messages.Request:
+        """Send the request that ``build`` makes of a sequence number, and return it; nobody waits for the reply."""
+        self._seq += 1
+        request = build(self._seq)
+        self._control.send(codec.encode(request))
+        return request
+
     def _connect_handles(self, path: Path) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(self._timeout_s)
@@ -246,6 +278,19 @@ class Client:
         if not isinstance(reply, messages.LeaseOpened):
             raise BadMessage(f"the daemon answered the opening of a lease with {reply}")
         return reply.lease
+
+    def _open_report(self) -> ReportWriter:
+        self._send_packet(messages.OpenReport(REPORT_VERSION))
+        reply, fds = self._receive_packet()
+        try:
+            if not isinstance(reply, messages.ReportOpened) or len(fds) != 1:
+                raise BadMessage(f"the daemon answered the opening of a report with {reply}")
+            mapped = mmap.mmap(fds[0], reply.nbytes)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        mapped.madvise(mmap.MADV_DONTFORK)
+        return ReportWriter(memoryview(mapped))
 
     def _send_packet(self, packet: messages.HandleRequest) -> None:
         try:

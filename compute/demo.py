@@ -13,46 +13,46 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from compute.client import Client
-from protocol.errors import DaemonUnavailable, InvalidValue, KvdError
+from compute.embedded import EmbeddedDaemon
+from protocol.command_line import Parser, run_command
+from protocol.errors import InvalidValue, KvdError
 from protocol.stats import NodeStats
 
 PROMPT_TOKENS = 8192
 DECODE_TOKENS = 256
 HOT_ROWS = 2048
-HOST_CAPACITY = "256MiB"
-EXTENT = "32MiB"
-VRAM_CAPACITY = "512MiB"
-START_TIMEOUT_S = 60.0
+HOST_BYTES = 256 << 20
+EXTENT_BYTES = 32 << 20
+VRAM_BYTES = 512 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m compute.demo", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m compute.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--text", type=Path, help="text to read (default: the project's own documentation)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default %(default)s)")
     parser.add_argument("--kernels", help="which kernels, as kvd-worker generate names them (default: by device)")
     parser.add_argument("--tokens", type=int, default=DECODE_TOKENS, help="tokens to decode (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the daemon is stopped and its memory given back
-    try:
+
+    def act() -> int:
+        arguments = parser.parse_args(argv)
         with tempfile.TemporaryDirectory(prefix="kvd-demo-") as folder:
             return _demo(arguments, Path(folder))
-    except KvdError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return error.exit_status
+
+    return run_command("demo", act)
 
 
 def _demo(arguments: argparse.Namespace, folder: Path) -> int:
     text = _text(arguments.text, folder)
-    with _Daemon(folder / "run", arguments.device, folder / "kvd.log") as daemon:
-        print(f"daemon: kvd on {daemon.run_dir}, {HOST_CAPACITY} of host RAM, device {arguments.device}")
+    sizes = {"host_bytes": HOST_BYTES, "extent_bytes": EXTENT_BYTES, "vram_bytes": VRAM_BYTES}
+    with EmbeddedDaemon(arguments.device, **sizes) as daemon:
+        print(f"daemon: kvd on {daemon.run_dir}, {HOST_BYTES >> 20}MiB of host RAM, device {arguments.device}")
         reports = {}
         for mode in ("resident", "offloaded"):
             print(f"worker: {mode}", flush=True)
@@ -64,42 +64,6 @@ def _demo(arguments: argparse.Namespace, folder: Path) -> int:
     if arguments.json:
         print(json.dumps(_summary(resident, offloaded, equal)))
     return 0 if equal and offloaded["negative_control"] else 1
-
-
-class _Daemon:
-    """A daemon process on a run directory of its own."""
-
-    def __init__(self, run_dir: Path, device: str, log: Path) -> None:
-        self.run_dir = run_dir
-        self._log = log
-        run_dir.mkdir(mode=0o700)
-        command = [sys.executable, "-m", "kvd", "run", "--run-dir", str(run_dir), "--device", device]
-        command += ["--host-capacity", HOST_CAPACITY, "--host-extent", EXTENT, "--vram-capacity", VRAM_CAPACITY]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=output)
-
-    def __enter__(self) -> _Daemon:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                self.stat()
-                return self
-            except DaemonUnavailable:
-                status = self._process.poll()
-                if status is not None or time.monotonic() > deadline:
-                    self.__exit__()
-                    said = self._log.read_text(errors="replace").strip()
-                    error = DaemonUnavailable(f"the daemon did not start (exit status {status}):\n{said}")
-                    raise error from None
-                time.sleep(0.05)
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(timeout=30)
-
-    def stat(self) -> NodeStats:
-        with Client(self.run_dir, name="demo") as client:
-            return client.stat()
 
 
 def _generate(run_dir: Path, text: Path, mode: str, arguments: argparse.Namespace) -> dict[str, Any]:

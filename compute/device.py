@@ -6,6 +6,8 @@ address that kernels may use; host RAM is registered with a GPU so that kernels 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,6 +35,14 @@ class Copy(Protocol):
         """Return when they are."""
 
 
+@dataclass(frozen=True)
+class OwnMemory:
+    """Bytes of the device: those that torch's allocator holds, and the context's; None where that is not known."""
+
+    torch_reserved: int
+    context: int | None
+
+
 class Device(Protocol):
     """A compute device of this process."""
 
@@ -40,14 +50,26 @@ class Device(Protocol):
     uuid: str
     """The name by which the daemon knows it."""
 
-    def map_shared(self, fd: int, nbytes: int) -> Mapping:
-        """Map a shared memory segment read-write. Takes ``fd``; raises `OsFailure` where that fails."""
+    def map_shared(self, fd: int, nbytes: int, *, read_only: bool = False) -> Mapping:
+        """Map a shared memory segment. Takes ``fd``; raises `OsFailure` where that fails.
+
+        Of a read-only mapping the tensor looks writable, and a write to it ends the process.
+        """
+
+    def registering(self, nbytes: int) -> AbstractContextManager[None]:
+        """Around the calls of `map_shared` that map ``nbytes`` in all: what they take of the device is its own."""
 
     def map_device(self, fd: int, nbytes: int) -> Mapping:
         """Map VRAM that the daemon made, whole. Takes ``fd``."""
 
     def start_copy(self, destination: torch.Tensor, source: torch.Tensor) -> Copy:
         """Copy bytes after all work enqueued so far, beside the work that comes. Sizes are equal."""
+
+    def own_memory(self) -> OwnMemory:
+        """What this process has of the device beside what the daemon gave. Any thread may ask; never waits for it."""
+
+    def warmed_up(self) -> None:
+        """Kernels that are loaded when they first run have run: what the context takes is measured anew."""
 
     def synchronize(self) -> None:
         """Return when all enqueued work is done."""

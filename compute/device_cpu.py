@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from compute.device import Copy, Mapping
-from protocol.errors import OsFailure
+from compute.device import Copy, Mapping, OwnMemory
+from compute.mapping import address_of, map_segment
 
 
 class SharedMapping:
-    """A writable shared mapping of a file descriptor, which is closed. A forked child does not inherit the pages."""
+    """A shared mapping of a file descriptor, which is closed. A forked child does not inherit the pages."""
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        try:
-            self._map = mmap.mmap(fd, nbytes)
-        except (OSError, ValueError) as error:
-            raise OsFailure(f"cannot map {nbytes} bytes of shared memory: {error}", nbytes=nbytes) from None
-        finally:
-            os.close(fd)
-        self._map.madvise(mmap.MADV_DONTFORK)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+    def __init__(self, fd: int, nbytes: int, *, read_only: bool = False) -> None:
+        self._map = map_segment(fd, nbytes, read_only=read_only)
+        self.tensor = readable_tensor(self._map) if read_only else torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
 
     def close(self) -> None:
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._map.close()
+
+
+def readable_tensor(mapped: mmap.mmap) -> torch.Tensor:
+    """uint8 [nbytes] over a read-only mapping, which must outlive it: torch has no tensors that cannot be written."""
+    return torch.frombuffer((ctypes.c_char * len(mapped)).from_address(address_of(mapped)), dtype=torch.uint8)
 
 
 class ThreadCopy:
@@ -70,8 +69,11 @@ class CpuDevice:
         keep_freed_memory()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvd-copyback")
 
-    def map_shared(self, fd: int, nbytes: int) -> Mapping:
-        return SharedMapping(fd, nbytes)
+    def map_shared(self, fd: int, nbytes: int, *, read_only: bool = False) -> Mapping:
+        return SharedMapping(fd, nbytes, read_only=read_only)
+
+    def registering(self, nbytes: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
 
     def map_device(self, fd: int, nbytes: int) -> Mapping:
         return SharedMapping(fd, nbytes)
@@ -81,6 +83,13 @@ class CpuDevice:
             ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
 
         return ThreadCopy(self._copier.submit(copy))
+
+    def own_memory(self) -> OwnMemory:
+        """Nothing: VRAM is stood in for by the daemon's memory alone."""
+        return OwnMemory(0, 0)
+
+    def warmed_up(self) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

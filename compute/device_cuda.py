@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from compute.device import Copy, Mapping
+from compute.context_bytes import ContextBytes
+from compute.device import Copy, Mapping, OwnMemory
+from compute.mapping import REGISTER_CHUNK, address_of, map_segment
 from compute.populate import populate
 from protocol.errors import NoDevice, OsFailure
-
-REGISTER_CHUNK = 64 << 30
-"""Most bytes registered in one call, in bytes: recent drivers fail on registrations of half a TiB."""
 
 
 class _Foreign:
@@ -33,6 +31,7 @@ class CudaDevice:
     """One GPU of this process. Raises `NoDevice` where it, its driver or ``cuda-bindings`` is missing."""
 
     def __init__(self, ordinal: int = 0) -> None:
+        self._context = ContextBytes()
         if not torch.cuda.is_available():
             raise NoDevice("no usable CUDA GPU: torch.cuda.is_available() is false", device="cuda")
         if ordinal >= torch.cuda.device_count():
@@ -45,15 +44,20 @@ class CudaDevice:
         torch.cuda.init()
         # Row invariance: tf32 would make a row's bits depend on the kernel that the library picks.
         torch.backends.cuda.matmul.allow_tf32 = False
-        torch.empty(1, device="cuda")  # makes the context that the driver's calls below need
-        self.torch_device = torch.device("cuda", ordinal)
         self.uuid = f"GPU-{torch.cuda.get_device_properties(ordinal).uuid}"
+        torch.cuda.synchronize()  # makes the context
+        self._context.made(self.uuid)
+        torch.empty(1, device="cuda")  # has the context current in this thread, as the driver's calls below need it
+        self.torch_device = torch.device("cuda", ordinal)
         self._driver = driver
         self._ordinal = ordinal
         self._copies = torch.cuda.Stream(self.torch_device)
 
-    def map_shared(self, fd: int, nbytes: int) -> Mapping:
-        return _RegisteredMapping(self, fd, nbytes)
+    def map_shared(self, fd: int, nbytes: int, *, read_only: bool = False) -> Mapping:
+        return _RegisteredMapping(self, fd, nbytes, read_only)
+
+    def registering(self, nbytes: int) -> AbstractContextManager[None]:
+        return self._context.registering(nbytes)
 
     def map_device(self, fd: int, nbytes: int) -> Mapping:
         return _ImportedMapping(self, fd, nbytes)
@@ -69,6 +73,12 @@ class CudaDevice:
             event = torch.cuda.Event()
             event.record(self._copies)
         return _EventCopy(event)
+
+    def own_memory(self) -> OwnMemory:
+        return OwnMemory(torch.cuda.memory_reserved(self._ordinal), self._context.measured)
+
+    def warmed_up(self) -> None:
+        self._context.measure(torch.cuda.memory_reserved(self._ordinal))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -95,6 +105,16 @@ class CudaDevice:
         descriptor.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         return descriptor
 
+    def registration_flags(self, read_only: bool) -> int:
+        """For ``cuMemHostRegister``. Raises `NoDevice` where the GPU takes no memory that its process only reads."""
+        flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        if not read_only:
+            return int(flags)
+        attribute = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
+        if not self.call("cuDeviceGetAttribute", attribute, self._ordinal):
+            raise NoDevice(f"{self.uuid} and its driver cannot register read-only host memory", device=self.uuid)
+        return int(flags | self._driver.CU_MEMHOSTREGISTER_READ_ONLY)
+
     @property
     def posix_descriptor(self) -> Any:
         """The handle type that the daemon exports."""
@@ -115,24 +135,16 @@ class _EventCopy:
 class _RegisteredMapping:
     """Shared memory mapped here and registered with the GPU, in chunks; all of it or none."""
 
-    def __init__(self, device: CudaDevice, fd: int, nbytes: int) -> None:
+    def __init__(self, device: CudaDevice, fd: int, nbytes: int, read_only: bool) -> None:
         self._device = device
-        try:
-            self._map = mmap.mmap(fd, nbytes)
-        except (OSError, ValueError) as error:
-            raise OsFailure(f"cannot map {nbytes} bytes of shared memory: {error}", nbytes=nbytes) from None
-        finally:
-            os.close(fd)
-        self._map.madvise(mmap.MADV_DONTFORK)
-        keep = (ctypes.c_char * nbytes).from_buffer(self._map)
-        self.address = ctypes.addressof(keep)
-        del keep
-        populate(self.address, nbytes)
+        self._map = map_segment(fd, nbytes, read_only=read_only)
+        self.address = address_of(self._map)
+        populate(self.address, nbytes, read_only=read_only)
+        flags = device.registration_flags(read_only)
         self._chunks: list[int] = []
         try:
             for start in range(0, nbytes, REGISTER_CHUNK):
                 size = min(REGISTER_CHUNK, nbytes - start)
-                flags = device._driver.CU_MEMHOSTREGISTER_PORTABLE | device._driver.CU_MEMHOSTREGISTER_DEVICEMAP
                 device.call("cuMemHostRegister", self.address + start, size, flags)
                 self._chunks.append(self.address + start)
         except OsFailure:

@@ -21,11 +21,14 @@ class Home(Protocol):
     def page(self, page: int) -> torch.Tensor:
         """uint8 [stride]"""
 
+    def fetch(self, first: int, pages: int) -> None:
+        """Return when ``pages`` pages from ``first`` on are there, wherever they have to come from."""
+
     def extend(self, pages: int) -> None:
         """Add pages at the end; raises `OutOfCapacity` and adds none."""
 
-    def truncate(self, tokens: int) -> None:
-        """Keep the pages of the first ``tokens`` tokens."""
+    def truncate(self, tokens: int, *, logged: int | None = None) -> None:
+        """Keep the pages of the first ``tokens`` tokens; where tokens are logged, ``logged`` of them, or as many."""
 
     def close(self) -> None:
         """Give the memory back."""
@@ -52,6 +55,9 @@ class ResidentPages:
         chunk, index = divmod(page, self._pages_per_chunk)
         return self._chunks[chunk].tensor[index * self._format.stride : (index + 1) * self._format.stride]
 
+    def fetch(self, first: int, pages: int) -> None:
+        """They never are anywhere else."""
+
     def extend(self, pages: int) -> None:
         needed = round_up(self.page_count + pages, self._pages_per_chunk) // self._pages_per_chunk
         while len(self._chunks) < needed:
@@ -59,7 +65,7 @@ class ResidentPages:
             self._chunks.append(self._attachment.allocate(nbytes, "resident_pages", self._session))
         self.page_count += pages
 
-    def truncate(self, tokens: int) -> None:
+    def truncate(self, tokens: int, *, logged: int | None = None) -> None:  # noqa: ARG002
         self.page_count = min(self.page_count, round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from protocol.errors import OsFailure
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; the module mmap does not have it
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # since Linux 5.14; the module mmap does not have them
 _CHUNK = 128 << 20
 _THREADS = 16
 
@@ -20,11 +20,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def populate(address: int, nbytes: int) -> None:
-    """Map every page of the writable mapping at ``address``; raises `OsFailure` where a page cannot be had."""
+def populate(address: int, nbytes: int, *, read_only: bool = False) -> None:
+    """Map every page of the mapping at ``address``, which is writable unless ``read_only``.
+
+    Raises `OsFailure` where a page cannot be had.
+    """
+    advice = _POPULATE_READ if read_only else _POPULATE_WRITE
 
     def part(start: int) -> None:
-        if _libc.madvise(address + start, min(_CHUNK, nbytes - start), _POPULATE_WRITE):
+        if _libc.madvise(address + start, min(_CHUNK, nbytes - start), advice):
             reason = os.strerror(ctypes.get_errno())
             raise OsFailure(f"cannot populate {nbytes} bytes of mapped memory: {reason}", nbytes=nbytes)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from compute.attach import Attachment
-from protocol.errors import DaemonUnavailable
+from protocol.errors import DaemonUnavailable, KvdError
 
 RETRY_S = 0.05
 
@@ -23,8 +23,9 @@ class Recovery:
     def __call__(self, lost: DaemonUnavailable) -> None:
         """Return with another lease that holds every session and has all VRAM that the earlier one had.
 
-        Raises ``lost`` if no daemon answers in time, and what the daemon refuses with, most of all `UnknownSession`
-        for a session that it could not verify and `OutOfCapacity` for VRAM whose place others have had meanwhile.
+        Raises ``lost`` if no daemon answers in time, and `DaemonUnavailable` with the reason where the one that answers
+        does not take back what this process holds: a session that it could not verify, or VRAM whose place others have
+        had meanwhile.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -35,6 +36,9 @@ class Recovery:
                 if time.monotonic() > deadline:
                     raise lost from None
                 time.sleep(RETRY_S)
+            except KvdError as error:
+                reason = f"the next daemon does not take back what this process holds: {error.message}"
+                raise DaemonUnavailable(reason, **error.facts) from error
 
     def _reattach(self) -> None:
         attachment = self._attachment

@@ -6,20 +6,22 @@ What the rows mean, and which of them are still in the ring, is in ``compute.his
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
 from compute.attach import Attachment
+from compute.copyback import Copyback
+from compute.device import Device
+from compute.mapping import map_segment
 from protocol import session_state
-from protocol.daemon_block import read_daemon_block
+from protocol.daemon_block import read_daemon_block, split_entries
 from protocol.errors import DaemonUnavailable, SessionBusy, SessionDamaged, UnknownSession
 from protocol.handles import SharedMemory
 from protocol.layout import PAGE_TOKENS, PageFormat
 from protocol.messages import PagesChanged, SessionOpened
-from protocol.session_state import Commit, WorkerBlock, WorkerBlockLayout
+from protocol.session_state import Commit, SessionHeader, WorkerBlock, WorkerBlockLayout
 
 
 class HostSession:
@@ -34,7 +36,7 @@ class HostSession:
         attachment.adopt(opened.extents)
         self._daemon_map = _map_block(attachment, opened.daemon_block)
         self._worker_map = _map_block(attachment, opened.worker_block)
-        header, self._frames = read_daemon_block(memoryview(self._daemon_map))
+        header = self._read_table()
         layout = WorkerBlockLayout(header.token_capacity, header.commit_bytes)
         self.token_capacity = header.token_capacity
         self.state = WorkerBlock(memoryview(self._worker_map), layout, self.number)
@@ -69,7 +71,8 @@ class HostSession:
         Raises `SessionDamaged`, and lets go of it, if its commit record is of this or a later generation, or covers
         rows that no page is there for: a worker before this one cannot have written that.
         """
-        opened = attachment.client.open_session(name, fingerprint=fingerprint, encoding=page_format.encoding.name)
+        encoding = page_format.encoding.name
+        opened = attachment.client.open_session(name, fingerprint=fingerprint, encoding=encoding, lazy=True)
         session = cls(attachment, opened, page_format, name)
         commit, room = session.commit, session.page_count * PAGE_TOKENS
         if commit.generation >= session.generation or commit.rows > room:
@@ -94,6 +97,15 @@ class HostSession:
         return cls(attachment, opened, page_format, name)
 
     @property
+    def account(self) -> int:
+        """The session on whose account VRAM for it stands."""
+        return self.number
+
+    def copyback(self, device: Device, publish: Callable[[int], None]) -> Copyback:
+        """What copies its pages."""
+        return Copyback(device, publish)
+
+    @property
     def page_count(self) -> int:
         return len(self._frames)
 
@@ -113,27 +125,45 @@ class HostSession:
         start = index * self.format.stride
         return self.attachment.extent(extent).tensor[start : start + self.format.stride]
 
+    def fetch(self, first: int, pages: int) -> None:
+        """Return when pages ``first`` to ``first + pages - 1`` are in host RAM. Raises `SavedRefused` for one that
+        is damaged on disk.
+        """
+        while not self._absent.isdisjoint(range(first, first + pages)):
+            try:
+                self.attachment.client.fetch_pages(self.number, self.generation, first, pages)
+                self._read_table()
+            except DaemonUnavailable as error:
+                self.attachment.daemon_lost(error)
+
     def extend(self, pages: int) -> None:
         """Add pages at the end."""
-        target = self.page_count + pages
-        while self.page_count < target:
-            missing = target - self.page_count
+        target = len(self._frames) + pages
+        while len(self._frames) < target:
+            missing = target - len(self._frames)
             try:
                 self._changed(self.attachment.client.extend_session(self.number, self.generation, missing))
             except DaemonUnavailable as error:
                 self.attachment.daemon_lost(error)
 
-    def truncate(self, tokens: int) -> None:
+    def truncate(self, tokens: int, *, logged: int | None = None) -> None:
         """Keep ``tokens`` tokens: the commit record and the token log move back, pages past the end go.
 
-        A record that covers no row past the end stays as it is, payload included.
+        A record that covers no row past the end stays as it is, payload included. With ``logged``, the log keeps so
+        many: acknowledged tokens whose rows are to be appended again.
         """
         commit = self.state.commit
         if commit.rows > tokens:
             self.state.publish_commit(self.generation, tokens)
         self.state.logical_rows = min(self.state.logical_rows, tokens)
-        self.state.truncate_tokens(min(self.state.token_count, tokens))
-        pages = -(-tokens // PAGE_TOKENS)
+        self.state.truncate_tokens(min(self.state.token_count, tokens if logged is None else logged))
+        self._drop_pages(-(-tokens // PAGE_TOKENS))
+
+    def trim(self, pages: int) -> None:
+        """Keep the first ``pages`` pages. No copy to a page that goes may be in flight."""
+        self._drop_pages(pages)
+
+    def _drop_pages(self, pages: int) -> None:
         before = self.generation
         while self.generation == before:
             try:
@@ -154,7 +184,7 @@ class HostSession:
         opened = self.attachment.client.reattach_session(self.name)
         self.attachment.adopt(opened.extents)
         self.generation = opened.generation
-        _, self._frames = read_daemon_block(memoryview(self._daemon_map))
+        self._read_table()
         return {extent.number for extent in opened.extents}
 
     def detach(self) -> None:
@@ -182,17 +212,16 @@ class HostSession:
                 opened = self.attachment.client.reattach_session(self.name)
                 verb(opened.session, opened.generation)
 
+    def _read_table(self) -> SessionHeader:
+        header, entries = read_daemon_block(memoryview(self._daemon_map))
+        self._frames, self._absent = split_entries(entries)
+        return header
+
     def _changed(self, reply: PagesChanged) -> None:
         self.attachment.adopt(reply.extents)
         self.generation = reply.generation
-        _, self._frames = read_daemon_block(memoryview(self._daemon_map))
+        self._read_table()
 
 
 def _map_block(attachment: Attachment, memory: SharedMemory) -> mmap.mmap:
-    fd = attachment.client.claim(memory)
-    try:
-        mapped = mmap.mmap(fd, memory.nbytes, access=mmap.ACCESS_READ if memory.read_only else mmap.ACCESS_WRITE)
-    finally:
-        os.close(fd)
-    mapped.madvise(mmap.MADV_DONTFORK)
-    return mapped
+    return map_segment(attachment.client.claim(memory), memory.nbytes, read_only=memory.read_only)

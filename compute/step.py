@@ -1,20 +1,22 @@
 """The attention side of a decode step: every index group and layer of a model, recorded as one CUDA graph.
 
 Per index group: append the index keys, score, select, find the selected rows; per layer: append the row, attend. What
-lies between (projections, experts) writes `StepInputs` and reads the outputs. Lengths, page tables, windows and counts
-are device data, so a graph is recorded once per batch size and replayed while histories grow, their pages fill and
-leave the ring, and sessions come and go. Between replays the host makes pages ready, advances the ring
-(`compute.history.History.begin`) and copies full pages back (``finish``); it reads nothing that a step waits for.
+lies between (projections, experts) is a `Model`: it writes `StepInputs` and reads the outputs. Lengths, page tables,
+windows and counts are device data, so a graph is recorded once per batch size and replayed while histories grow, their
+pages fill and leave the ring, and sessions come and go. Between replays the host makes pages ready, advances the ring
+(`compute.history.History.prepare`) and copies full pages back (``settle``); it reads nothing that a step waits for.
 
 Where the selected rows are found is all that resident and offloaded sessions differ in. Offloaded, the first layer of a
-group reads what the hot cache lacks at home, in registered host RAM, while a branch of the graph runs the cache's round
-and fetches the misses for the group's other layers; so the round is off the step's critical path.
+group reads what the hot cache lacks at home, in registered host RAM (or, of much, a copy of its own), while a branch of
+the graph runs the cache's round and fetches the misses for the group's other layers; so the round is off the step's
+critical path. The branch ends where its outcome is needed: before the second layer attends, or where a group has one
+layer, before the next selection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -27,6 +29,7 @@ from compute.kernels.append import append_keys, append_rows
 from compute.kernels.attention import SparseAttention
 from compute.kernels.descriptors import describe
 from compute.kernels.fetch import fetch
+from compute.kernels.hidden import store_hidden
 from compute.kernels.index_score import index_scores
 from compute.kernels.positions import begin_step
 from compute.kernels.resolve import RoundBuffers, resolve
@@ -65,40 +68,64 @@ class StepInputs:
     """What the model computes for a step, in place: recorded graphs keep these addresses."""
 
     index_keys: Tensor
-    """bfloat16 [groups, places, rows, 128]"""
+    """float32 [groups, places, rows, 128]"""
     index_query: Tensor
     """bfloat16 [groups, places, rows, index heads, 128]"""
     index_weights: Tensor
     """float32 [groups, places, rows, index heads], index heads ** -0.5 included"""
     latent: Tensor
-    """bfloat16 [layers, places, rows, 512]"""
+    """float32 [layers, places, rows, 512]"""
     rope: Tensor
-    """bfloat16 [layers, places, rows, 64]"""
+    """float32 [layers, places, rows, 64]"""
     query_latent: Tensor
     """bfloat16 [layers, places, rows, heads, 512]"""
     query_rope: Tensor
     """bfloat16 [layers, places, rows, heads, 64]"""
 
     @classmethod
-    def zeros(cls, page_format: PageFormat, shape: StepShape, device: torch.device) -> StepInputs:
+    def zeros(cls, page_format: PageFormat, shape: StepShape, device: torch.device, *, shared: bool) -> StepInputs:
+        """With ``shared``, all layers and groups have one place in memory, to be written anew for each of them."""
         groups, layers, rows = len(page_format.groups), page_format.layer_count, (shape.places, shape.rows)
 
         def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.zeros(sizes, dtype=dtype, device=device)
+            first = 1 if shared else sizes[0]
+            return torch.zeros((first, *sizes[1:]), dtype=dtype, device=device).expand(sizes)
 
         return cls(
-            index_keys=zeros(groups, *rows, INDEX_DIM),
+            index_keys=zeros(groups, *rows, INDEX_DIM, dtype=torch.float32),
             index_query=zeros(groups, *rows, shape.index_heads, INDEX_DIM),
             index_weights=zeros(groups, *rows, shape.index_heads, dtype=torch.float32),
-            latent=zeros(layers, *rows, LATENT_DIM),
-            rope=zeros(layers, *rows, ROPE_DIM),
+            latent=zeros(layers, *rows, LATENT_DIM, dtype=torch.float32),
+            rope=zeros(layers, *rows, ROPE_DIM, dtype=torch.float32),
             query_latent=zeros(layers, *rows, shape.heads, LATENT_DIM),
             query_rope=zeros(layers, *rows, shape.heads, ROPE_DIM),
         )
 
 
+class Model:
+    """What a model computes around the kernels of a step, for the first ``batch`` places. This one computes nothing.
+
+    Each call enqueues on the current stream, the same launches whenever the batch is of one size.
+    """
+
+    def begin(self, batch: int) -> None:
+        """`AttentionStep.positions` are known."""
+
+    def before(self, layer: int, batch: int) -> None:
+        """Write the `StepInputs` of ``layer``, those for the index with its group's first layer."""
+
+    def after(self, layer: int, batch: int) -> None:
+        """`AttentionStep.out` holds the attention output of ``layer``."""
+
+    def end(self, batch: int) -> None:
+        """All layers are done; ``accepted`` for the next step may be written."""
+
+
 class AttentionStep:
     """The step over a page format's layers; ``cached`` for offloaded sessions, which then must have hot caches.
+
+    With a ``model``, inputs and outputs of a layer take the place of those of the layer before. ``groups`` are the
+    index groups of a step, by default all.
 
     A step appends the rows of positions ``length`` … ``length + rows - 1`` of each session, where ``length`` is what
     the step before began with plus ``accepted``: the rows of that step that the sampler kept. Raises `InvalidValue`
@@ -114,33 +141,46 @@ class AttentionStep:
         cached: bool,
         overlap: Overlap = "branch",
         choose: Choose | None = None,
+        model: Model | None = None,
+        groups: range | None = None,
     ) -> None:
         if not 1 <= shape.places <= BATCH_SIZES[-1]:
             raise InvalidValue("sessions of a step", shape.places, f"1 to {BATCH_SIZES[-1]}")
         self.format, self.shape = page_format, shape
-        self.inputs = StepInputs.zeros(page_format, shape, device)
+        self.inputs = StepInputs.zeros(page_format, shape, device, shared=model is not None)
         self._cached, self._overlap, self._choose = cached, overlap, choose
+        self._model = model or Model()
+        self._groups = groups or range(len(page_format.groups))
         places, rows, k = shape.places, shape.rows, shape.topk
-        self.out = torch.zeros((page_format.layer_count, places, rows, shape.heads, LATENT_DIM), device=device)
+        layers = page_format.layer_count
+        of_layers = (1 if model else layers, places, rows, shape.heads, LATENT_DIM)
+        self.out = torch.zeros(of_layers, device=device).expand(layers, *of_layers[1:])
         """float32 [layers, places, rows, heads, 512]"""
         self.accepted = torch.zeros(places, dtype=torch.int64, device=device)
         """int64 [places]: rows of the last step that stay; the sampler's to write."""
         self.lengths = torch.zeros_like(self.accepted)
         """int64 [places]: rows of each session before those of the last step."""
         self._records = torch.zeros((len(page_format.groups), places, field.FIELDS), dtype=torch.int64, device=device)
-        self._idle = torch.zeros_like(self._records)
-        self._positions = torch.zeros((places, rows), dtype=torch.int64, device=device)
-        self._seen = torch.zeros_like(self._positions)
+        self._idle = self._running = torch.zeros_like(self._records)
+        self.positions = torch.zeros((places, rows), dtype=torch.int64, device=device)
+        """int64 [places, rows]: of the rows of the step under way; -1 in idle places."""
+        self._seen = torch.zeros_like(self.positions)
         self._scores = torch.zeros((places, rows, round_up(shape.max_tokens, PAGE_TOKENS)), device=device)
         self._topk = TopK(places * rows, shape.max_tokens, k, device)
         self._selection = torch.zeros((places, rows, k), dtype=torch.int32, device=device)
         self._addresses = torch.zeros((places, rows, k), dtype=torch.int64, device=device)
         self._buffers = RoundBuffers.empty(places, rows, k, device)
-        self._attention = SparseAttention(places * rows, shape.heads, k, device)
+        row_bytes = page_format.encoding.rows.row_bytes if cached and overlap == "branch" else 0
+        self._staging = torch.zeros((places, rows, k, row_bytes), dtype=torch.uint8, device=device)
+        self._attention = SparseAttention(places * rows, shape.heads, k, device, encoding=page_format.encoding)
         on_gpu = device.type == "cuda"
         self._main = torch.cuda.Stream(device) if on_gpu else None
-        self._side = torch.cuda.Stream(device) if on_gpu and overlap != "serial" else None
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._side = torch.cuda.Stream(device) if on_gpu and cached and overlap != "serial" else None
+        self._branched = False
+        self._found = self._addresses
+        self.trial = False
+        """Whether the run under way is one before a recording, of idle places only."""
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._sessions: dict[int, tuple[PageMap, list[GroupCache]]] = {}
 
     def join(self, place: int, page_map: PageMap, caches: list[GroupCache], length: int) -> None:
@@ -162,11 +202,17 @@ class AttentionStep:
         self._records[:, place] = 0
         self._sessions.pop(place, None)
 
-    def replay(self) -> None:
+    def store_hidden(self, hidden: Tensor) -> None:
+        """Store ``hidden`` float32 [batch, rows, hidden size] of the step's rows that end a page; for `Model.end`."""
+        batch = len(hidden)
+        store_hidden(self._running[0, :batch], self.format, self.positions[:batch], hidden)
+
+    def replay(self, *, variant: bool = False) -> None:
         """Enqueue one step of all sessions, after what the current stream holds.
 
         The batch is filled up to one of `BATCH_SIZES`, past the last session. The first replay of a batch size compiles
-        and records, and waits. Without a GPU the step runs at once. Raises `InvalidValue` without a session.
+        and records, and waits; so does that of each ``variant``, where the model launches one thing or another. Without
+        a GPU the step runs at once. Raises `InvalidValue` without a session.
         """
         if not self._sessions:
             raise InvalidValue("sessions of a step", 0, "at least 1")
@@ -175,47 +221,76 @@ class AttentionStep:
         if self._main is None:
             self._run(self._records, size)
             return
-        if size not in self._graphs:
-            self._graphs[size] = self._record(size)
-        self._graphs[size].replay()
+        if (size, variant) not in self._graphs:
+            self._graphs[size, variant] = self._record(size)
+        self._graphs[size, variant].replay()
+
+    def record_all(self, *, variant: bool = False) -> None:
+        """Record what `replay` may need of every batch size."""
+        for size in sorted({min(size, self.shape.places) for size in BATCH_SIZES}):
+            if self._main is not None and (size, variant) not in self._graphs:
+                self._graphs[size, variant] = self._record(size)
+
+    def run_within(self, step: AttentionStep, batch: int) -> None:
+        """Enqueue one step of the first ``batch`` places as a part of ``step``, which is under way."""
+        self._run(self._idle if step.trial else self._records, batch)
+
+    def attend_again(self, layer: int, row: Tensor, query: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """Attend with one more query of each place, to what row ``row[place]`` of the last group selected.
+
+        ``row`` is int64 [batch], ``query`` bfloat16 [batch, heads, 512] and [batch, heads, 64], ``out`` float32
+        [batch, heads, 512]; to be called before another group runs.
+        """
+        found = self._found[: len(row)]
+        addresses = found[torch.arange(len(row), device=found.device), row]
+        in_group = layer - self.format.groups[self.format.group_of_layer(layer)].first_layer
+        self._attention.attend(addresses, in_group, *query, self.shape.softmax_scale, out)
 
     def _record(self, batch: int) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
+        self.trial = True
         with torch.cuda.stream(self._main):
             self._run(self._idle, batch)  # compiles what the capture may not, and changes no session
+        self.trial = False
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._main):
+        with torch.cuda.graph(graph, stream=self._main, capture_error_mode="thread_local"):  # others may go on
             self._run(self._records, batch)
         return graph
 
     def _run(self, records: Tensor, batch: int) -> None:
+        self._running = records
         begin_step(
-            records[0, :batch], self.accepted[:batch], self.lengths[:batch], self._positions[:batch], self._seen[:batch]
+            records[0, :batch], self.accepted[:batch], self.lengths[:batch], self.positions[:batch], self._seen[:batch]
         )
-        for group in range(len(self.format.groups)):
+        self._model.begin(batch)
+        for group in self._groups:
             self._run_group(group, records[group, :batch], batch)
+        self._end_branch()
+        self._model.end(batch)
 
     def _run_group(self, group: int, records: Tensor, batch: int) -> None:
-        positions, selection = self._positions[:batch], self._selection[:batch]
+        positions, selection = self.positions[:batch], self._selection[:batch]
         first_layer, layers = self.format.groups[group].first_layer, self.format.groups[group].layers
-        joined = group > 0 and self.format.groups[group - 1].layers == 1
-        with self._edges(after_branch=joined):
-            append_keys(records, self.format, group, positions, self.inputs.index_keys[group, :batch])
+        self._model.before(first_layer, batch)
+        append_keys(records, self.format, group, positions, self.inputs.index_keys[group, :batch])
         self._append(records, group, 0)
         self._select(records, group, selection)
-        anchor, others = self._find(records, group, selection)
+        anchor, self._found = self._find(records, group, selection)
         self._attend(first_layer, 0, anchor)
-        self._end_branch()
+        self._model.after(first_layer, batch)
         for layer in range(1, layers):
-            with self._edges(after_branch=layer == 1):
-                self._append(records, group, layer)
-            self._attend(first_layer + layer, layer, others)
+            self._model.before(first_layer + layer, batch)
+            self._append(records, group, layer)
+            self._end_branch()
+            self._attend(first_layer + layer, layer, self._found)
+            self._model.after(first_layer + layer, batch)
 
     def _select(self, records: Tensor, group: int, selection: Tensor) -> None:
         batch = len(records)
-        positions, scores = self._positions[:batch], self._scores[:batch]
+        positions, scores = self.positions[:batch], self._scores[:batch]
         query, weights = self.inputs.index_query[group, :batch], self.inputs.index_weights[group, :batch]
+        self._end_branch()
         index_scores(records, query, weights, positions, scores, maxima=self._topk.maxima)
         seen = self._seen[:batch].view(-1)
         self._topk.select(scores.flatten(0, 1), seen, selection.flatten(0, 1), maxima_known=True)
@@ -234,42 +309,42 @@ class AttentionStep:
             self._round(records, group, selection, buffers)
             return buffers.addresses, buffers.addresses
         # Looked up before the round begins: what is evicted by it is none of these rows.
-        row_addresses(records, self.format, group, selection, addresses, cached=True)
+        staging = self._staging[:batch]
+        row_addresses(records, self.format, group, selection, addresses, cached=True, staging=staging)
         if self._side is None:
             self._round(records, group, selection, buffers)
         else:
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):
                 self._round(records, group, selection, buffers)
+            self._branched = True
         return addresses, buffers.addresses
 
     def _round(self, records: Tensor, group: int, selection: Tensor, buffers: RoundBuffers) -> None:
-        with self._edges(after_branch=True):
+        with whole_edges() if self._side is not None else nullcontext():
             resolve(records, self.format, group, selection, buffers)
         fetch(buffers, self.format.group_row_bytes(group))
 
     def _end_branch(self) -> None:
-        if self._side is not None and self._cached:
+        """Have the next launch depend on the branch too, if there is one."""
+        if self._side is not None and self._branched:
             torch.cuda.current_stream().wait_stream(self._side)
-
-    def _edges(self, *, after_branch: bool) -> AbstractContextManager[None]:
-        """Around the first launch after a fork or join: a programmatic edge is for the kernel before on the stream."""
-        branched = after_branch and self._cached and self._overlap == "branch"
-        return whole_edges() if branched else nullcontext()
+            self._branched = False
 
     def _append(self, records: Tensor, group: int, layer_in_group: int) -> None:
-        batch, layer = len(records), self.format.groups[group].first_layer + layer_in_group
+        batch = len(records)
+        layer = self.format.layer_index(self.format.groups[group].first_layer) + layer_in_group
         latent, rope = self.inputs.latent[layer, :batch], self.inputs.rope[layer, :batch]
-        append_rows(records, self.format, group, layer_in_group, self._positions[:batch], latent, rope)
+        append_rows(records, self.format, group, layer_in_group, self.positions[:batch], latent, rope)
 
     def _attend(self, layer: int, layer_in_group: int, addresses: Tensor) -> None:
-        batch = len(addresses)
-        latent, rope = self.inputs.query_latent[layer, :batch], self.inputs.query_rope[layer, :batch]
+        batch, place = len(addresses), self.format.layer_index(layer)
+        latent, rope = self.inputs.query_latent[place, :batch], self.inputs.query_rope[place, :batch]
         self._attention.attend(
             addresses.flatten(0, 1),
             layer_in_group,
             latent.flatten(0, 1),
             rope.flatten(0, 1),
             self.shape.softmax_scale,
-            self.out[layer, :batch].flatten(0, 1),
+            self.out[place, :batch].flatten(0, 1),
         )

@@ -5,61 +5,66 @@
 
 from __future__ import annotations
 
-from array import array
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from compute.attach import Attachment
 from compute.client import Client
+from compute.decode.matrices import WeightType
 from compute.device import open_device
 from compute.fingerprint import file_identity, fingerprint, seed_identity
+from compute.histories import MAX_DRAFTS, Histories
 from compute.history import History
-from compute.homes import ResidentPages
-from compute.hot_cache import HotCaches
-from compute.index_keys import KeyBlocks
 from compute.kernels.choice import KernelsName
 from compute.model.decoder import Decoder
 from compute.model.weights import load_weights, random_weights
 from compute.recovery import Recovery
-from compute.session import HostSession
-from protocol.errors import DaemonUnavailable, InvalidValue, SessionDamaged
-from protocol.layout import PAGE_TOKENS, Encoding, round_up
+from protocol.errors import InvalidValue
+from protocol.layout import Encoding
+from protocol.messages import Saved
 from protocol.model import ModelConfig
-from protocol.prefix import chain_start, extend_chain
 from protocol.stats import NodeStats
 
-Mode = Literal["resident", "offloaded"]
+if TYPE_CHECKING:  # else imported where they are used: the reference decoder needs no triton
+    from compute.decode.decoder import FastDecoder
+    from compute.decode.mtp import DraftRows, Speculation
+    from compute.decode.step import DecodeStep
+    from compute.decode.weights import DecodeWeights
+
 Progress = Callable[[int, int], None]
 
-
-@dataclass(frozen=True)
-class HistorySettings:
-    """How a history is kept. ``hot_rows`` and ``ring_pages`` serve the offloaded mode only.
-
-    Without ``kernels``, the device decides which.
-    """
-
-    mode: Mode
-    max_tokens: int
-    hot_rows: int = 32768
-    ring_pages: int = 8
-    name: str = "default"
-    kernels: KernelsName | None = None
+WARM_AFTER = 3
+"""Tokens after which what a step needs of the device is there."""
+TOGETHER_NS = 50_000
+"""Tokens with less than this between them are of one step."""
 
 
-class Worker:
+class Worker(Histories):
     """A model, a device and a lease. Raises `NoDevice`, `DaemonUnavailable` or `InvalidValue` where one is missing.
 
-    Weights come from ``weights`` (a safetensors file or folder), else they are random, from ``seed``. When the daemon
-    goes away, calls that need it raise `DaemonUnavailable` after ``daemon_wait_s`` without another one.
+    Weights come from ``weights`` (a safetensors file or folder), else they are random, from ``seed``. With a ``dtype``
+    the model is `compute.decode`, whose weights are of that type, else the float32 reference; without one the device
+    decides: bf16 on a GPU, unless ``kernels`` are the reference, and float32 on a CPU. ``rows`` is the most that the
+    former prefills at a time, and ``mtp`` how many tokens it drafts for each step.
+
+    When the daemon goes away, calls that need it raise `DaemonUnavailable` after ``daemon_wait_s`` without another one.
+
+    This one has the whole model; `compute.parallel.worker` has a part of it on each rank.
     """
+
+    reports = True
+    """Whether this process says what comes of its work: one of several ranks does."""
+    _layers: tuple[int, int] | None = None
+    """The first layer and the end of those that are here, if not all are."""
+    _part = b""
+    """What the rows of a part of a model depend on, beside the model."""
 
     def __init__(
         self,
@@ -70,90 +75,53 @@ class Worker:
         *,
         seed: int = 0,
         weights: Path | None = None,
+        dtype: WeightType | None = None,
+        kernels: KernelsName | None = None,
+        rows: int = 256,
+        mtp: int = 0,
         daemon_wait_s: float = 0.0,
     ) -> None:
-        self.config = config
         self.device = open_device(device)
+        self.last_hidden: Tensor | None = None
+        """Hidden [hidden size] of the row that was appended last; None where nobody kept it."""
+        self._step: DecodeStep | Speculation | None = None
+        self._mtp = mtp
+        self._draft_rows: DraftRows | None = None
+        self.kernels = kernels
+        target = self.device.torch_device
+        if dtype is None and target.type == "cuda" and kernels != "reference":
+            dtype = "bf16"
+        if not 0 <= mtp <= (MAX_DRAFTS if dtype else 0):
+            raise InvalidValue("MTP depth", mtp, f"0 to {MAX_DRAFTS}, and 0 with the float32 reference")
         identity = file_identity(weights) if weights else seed_identity(seed)
-        self.fingerprint = fingerprint(config, encoding, identity)
-        loaded = load_weights(config, weights) if weights else random_weights(config, seed)
-        self.decoder = Decoder(config, loaded, encoding, device=self.device.torch_device)
-        self.format = config.page_format(encoding)
+        self.decoder: Decoder | FastDecoder
+        if dtype is None:
+            loaded = load_weights(config, weights) if weights else random_weights(config, seed)
+            self.decoder = Decoder(config, loaded, encoding, device=target)
+        else:
+            from compute.decode.weights import load_weights_on, random_weights_on
+
+            # Random weights of one seed differ by kind of device, and the rows of one model by the type of its weights.
+            identity += f", {dtype}".encode() if weights else f", {dtype} on {target.type}".encode()
+            load = partial(load_weights_on, path=weights) if weights else partial(random_weights_on, seed=seed)
+            loaded_on = partial(load, config=config, kind=dtype, device=target, mtp=mtp > 0)
+            self.decoder = self._fast_decoder(config, loaded_on, rows)
+            if mtp:
+                from compute.decode.mtp import DraftRows
+
+                self._draft_rows = DraftRows(self.decoder)
         self.client = Client(run_dir, name=f"kvd-worker {device}")
         try:
-            self.attachment = Attachment(self.client, self.device)
+            attachment = Attachment(self.client, self.device)
         except BaseException:
             self.client.close()
             raise
         if daemon_wait_s:
-            self.attachment.on_loss = Recovery(self.attachment, daemon_wait_s)
-        self._keys = KeyBlocks(self.attachment, self.format)
-
-    def history(self, settings: HistorySettings) -> History:
-        """A new, empty history."""
-        session = None
-        if settings.mode == "offloaded":
-            session = HostSession.create(
-                self.attachment,
-                settings.name,
-                self.format,
-                fingerprint=self.fingerprint,
-                token_capacity=settings.max_tokens,
-                commit_bytes=4 * self.config.hidden_size,
-            )
-        return self._history(settings, session)
-
-    def stored_history(self, settings: HistorySettings) -> History:
-        """The history of a stored session, at its committed rows; it may grow to what the session was made for."""
-        session = HostSession.open(self.attachment, settings.name, self.format, fingerprint=self.fingerprint)
-        return self._restored(session, settings)
-
-    def take_over(self, settings: HistorySettings) -> tuple[History, list[int]]:
-        """Go on where a worker ended, in whatever way: the stored history, and all acknowledged tokens.
-
-        The history has the committed rows at most, and one row less than there are tokens. The caller appends the
-        tokens from ``history.length`` on (`prefill`), which gives the hidden that decoding goes on from; none of them
-        is sampled again. Raises what `stored_history` raises, and `SessionDamaged` if rows are committed that no
-        acknowledged token belongs to.
-        """
-        history = self.stored_history(settings)
-        assert history.session is not None
-        tokens = history.session.state.tokens()
-        if history.length > len(tokens):
-            history.close(keep=True)
-            raise SessionDamaged(
-                f"session {settings.name!r} has {history.length} committed rows and {len(tokens)} tokens",
-                session=history.session.number,
-            )
-        if tokens and history.length == len(tokens):
-            history.rewind()
-        return history, tokens
-
-    def fork(self, source: History, settings: HistorySettings, rows: int | None = None) -> History:
-        """A history that begins with the first ``rows`` rows of ``source``, by default with all; they share pages.
-
-        ``source`` is offloaded and at its barrier.
-        """
-        assert source.session is not None, "a resident history has no pages to share"
-        kept = source.length if rows is None else rows
-        return self._restored(source.session.fork(kept, settings.name), settings)
-
-    def fork_prefix(self, settings: HistorySettings, tokens: Sequence[int]) -> History | None:
-        """A history that begins as ``tokens`` do, as far as a stored or held session of this uid has their pages.
-
-        At least one token is left to be appended by the caller. None where no session has the first page.
-        """
-        encoding = self.format.encoding.name
-        packed = array("i", tokens[: max(len(tokens) - 1, 0)]).tobytes()
-        digests = extend_chain(chain_start(self.fingerprint, encoding), packed)
-        found = self.client.find_prefix(fingerprint=self.fingerprint, encoding=encoding, digests=digests)
-        if not found.pages:
-            return None
-        rows = found.pages * PAGE_TOKENS
-        session = HostSession.fork_of(
-            self.attachment, found.session, found.generation, rows, settings.name, self.format
-        )
-        return self._restored(session, settings)
+            attachment.on_loss = Recovery(attachment, daemon_wait_s)
+        self.model = fingerprint(config, encoding, identity)
+        """The fingerprint of the whole model; `fingerprint` is that of the part that is here."""
+        part = fingerprint(config, encoding, identity + self._part)
+        super().__init__(attachment, config, encoding, part, drafts=mtp, layers=self._layers)
 
     def prefill(self, history: History, tokens: Sequence[int], chunk: int, progress: Progress | None = None) -> Tensor:
         """Append ``tokens``; returns the hidden [hidden size] of the last one. ``progress`` gets (done, total)."""
@@ -165,6 +133,8 @@ class Worker:
             hidden = self.step(history, part, cached=False)
             if progress:
                 progress(start + len(part), len(tokens))
+        history.warm()
+        self.attachment.warmed_up()
         return hidden[-1]
 
     def decode(self, history: History, hidden: Tensor, count: int) -> Iterator[int]:
@@ -172,30 +142,120 @@ class Worker:
 
         A token is logged before it is yielded; its row is appended when the next one is asked for.
         """
-        for produced in range(count):
-            token = int(self.decoder.logits(hidden[None])[0].argmax())
+        asked = 0
+        for produced, token in enumerate(self._decode(history, hidden, count)):
             if history.session:
                 history.session.state.append_tokens([token])
+            if produced:
+                self.report_gap(time.monotonic_ns() - asked)
+            if produced == WARM_AFTER:
+                self.attachment.warmed_up()
             yield token
-            if produced + 1 < count:
-                hidden = self.step(history, [token], cached=True)[-1]
+            asked = time.monotonic_ns()
+
+    @property
+    def mtp(self) -> int:
+        """The most tokens drafted for a step."""
+        return self._mtp
+
+    def steps(self, places: int, depth: int, max_tokens: int, *, cached: bool = True) -> DecodeStep | Speculation:
+        """Recorded steps of up to ``places`` sessions, none of them longer than ``max_tokens``, with ``depth`` drafts.
+
+        Those of a worker with drafts keep up the MTP layer's rows at a depth of 0 too. Raises `InvalidValue` for the
+        float32 reference, which has none.
+        """
+        from compute.decode.decoder import FastDecoder
+        from compute.decode.mtp import Speculation
+        from compute.decode.step import DecodeStep
+
+        if not isinstance(self.decoder, FastDecoder):
+            raise InvalidValue("decoder of recorded steps", "the float32 reference", "one with a dtype")
+        of_model = (self.decoder.weights, self.format, self.device.torch_device)
+        if self._mtp:
+            return Speculation(
+                *of_model, places=places, depth=depth, max_tokens=max_tokens, cached=cached, kernels=self.kernels
+            )
+        return DecodeStep(*of_model, places=places, max_tokens=max_tokens, cached=cached, kernels=self.kernels)
+
+    def report_gap(self, nanoseconds: int) -> None:
+        """Tell the daemon how long a token took; those that come together, drafts of one step, are one gap."""
+        report = self.client.report
+        if report is not None and nanoseconds > TOGETHER_NS:
+            report.gap(nanoseconds)
+
+    def _decode(self, history: History, hidden: Tensor, count: int) -> Iterator[int]:
+        token = self._first_token(hidden)
+        yield token
+        if not isinstance(self.decoder, Decoder):
+            yield from self._decode_by_steps(history, hidden, token, count - 1)
+            return
+        for _ in range(count - 1):
+            hidden = self.step(history, [token], cached=True)[-1]
+            token = int(self.decoder.logits(hidden[None])[0].argmax())
+            yield token
+
+    def _decode_by_steps(self, history: History, hidden: Tensor, token: int, count: int) -> Iterator[int]:
+        """Recorded steps of one session, with drafts or without; those for the last history are kept."""
+        from compute.decode import generate, mtp
+
+        cached, most = history.caches is not None, history.max_tokens
+        step = self._step
+        if step is None or (step.cached, step.max_tokens) != (cached, most):
+            step = self._step = self.steps(1, self._mtp, most, cached=cached)
+        if not count:
+            return
+        self.last_hidden = None  # that of the last row is known at the end: steps run ahead
+        if isinstance(step, mtp.Speculation):
+            yield from mtp.generate(step, history, hidden, token, count)
+            return
+        yield from generate.generate(step, history, token, count)
+        self.last_hidden = step.hidden[0, 0].clone()
+
+    def _fast_decoder(self, config: ModelConfig, load: Callable[..., DecodeWeights], rows: int) -> FastDecoder:  # noqa: ARG002
+        """``load`` makes the weights, of all layers or of a part of them."""
+        from compute.decode.decoder import FastDecoder
+
+        return FastDecoder(load(), self.device.torch_device, rows=rows, kernels=self.kernels)
+
+    def _first_token(self, hidden: Tensor) -> int:
+        """The most likely token behind the row of ``hidden`` [H]."""
+        return int(self.decoder.logits(hidden[None])[0].argmax())
 
     @torch.inference_mode()
     def step(self, history: History, tokens: Sequence[int], *, cached: bool) -> Tensor:
         """Append one token or several and run the model over them: hidden float32 [n, hidden size]."""
         positions = history.begin(len(tokens), cached=cached)
-        ids = torch.tensor(tokens, dtype=torch.int64, device=positions.device)
+        ids = torch.tensor(tokens, dtype=torch.int64)  # on the host, so that looking at them waits for nothing
         hidden = self.decoder.forward(ids, positions, history)
+        if self._draft_rows is not None:
+            self._draft_rows.append(history, positions, ids.to(positions.device, non_blocking=True), hidden)
         history.finish(positions, hidden)
+        self.last_hidden = hidden[-1]
         return hidden
+
+    def barrier(self, history: History) -> None:
+        """Return when every row of ``history``, whose last row is the last that was appended, is committed."""
+        history.barrier(self.last_hidden)
+
+    def end(self, history: History, *, keep: bool = False) -> None:
+        """Give its memory back; with ``keep`` the session stays stored."""
+        history.close(keep=keep)
+
+    def save(self, history: History) -> list[Saved]:
+        """Write the session of ``history`` to disk, up to its last row."""
+        if history.session is None:
+            raise InvalidValue("history to save", "resident", "an offloaded one")
+        self.barrier(history)
+        return [self.client.save_session(history.session.name)]
+
+    def restore(self, name: str) -> None:
+        """Have what was saved as ``name`` be a stored session."""
+        encoding = self.format.encoding.name
+        self.client.restore_session(self._name(name), fingerprint=self.fingerprint, encoding=encoding)
 
     def stat(self) -> NodeStats:
         """The daemon's statistics."""
-        try:
-            return self.client.stat()
-        except DaemonUnavailable as error:
-            self.attachment.daemon_lost(error)
-        return self.client.stat()
+        return self.attachment.with_daemon(self.client.stat)
 
     def prompt_tokens(self, tokens: Sequence[int]) -> list[int]:
         """``tokens``, or the BOS token where there are none."""
@@ -212,38 +272,3 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def _restored(self, session: HostSession, settings: HistorySettings) -> History:
-        """The history of a session that this worker holds, at its committed rows."""
-        history = self._history(replace(settings, max_tokens=session.token_capacity), session, new=False)
-        history.restore(session.committed_rows)
-        return history
-
-    def _history(self, settings: HistorySettings, session: HostSession | None, *, new: bool = True) -> History:
-        with ExitStack() as undo:
-            caches = None
-            if session:
-                undo.callback(session.close if new else session.detach)
-                caches = HotCaches(
-                    self.attachment,
-                    self.format,
-                    slots=settings.hot_rows,
-                    max_tokens=round_up(settings.max_tokens, PAGE_TOKENS),
-                    topk=self.config.index_topk,
-                    session=session.number,
-                )
-                undo.callback(caches.free)
-            history = History(
-                self.attachment,
-                self.format,
-                self._keys,
-                session or ResidentPages(self.attachment, self.format),
-                max_tokens=settings.max_tokens,
-                topk=self.config.index_topk,
-                ring_pages=settings.ring_pages,
-                caches=caches,
-                session=session,
-                kernels=settings.kernels,
-            )
-            undo.pop_all()
-        return history

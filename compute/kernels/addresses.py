@@ -8,45 +8,73 @@ missing rows is still under way.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from compute.kernels import descriptors as field
+from compute.kernels import state
 from compute.kernels.triton_support import await_kernel_before, launch_options, load_pointer
 from protocol.errors import InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat
 
 LANES = 256
 """Selected positions of one program."""
+STAGED_LANES, STAGED_TOGETHER = 128, 16
+"""The same where a program may copy the rows that are missing, and how many of them it copies at a time."""
+MANY_MISSES = 32
+"""Misses of the round before, per query row, beyond which the rows are copied. Attention hides the way of a few single
+rows to the host, but has not enough reads in flight for many.
+"""
 
 _PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
+_MISSES = tl.constexpr(state.MISSES)
 
 
 def row_addresses(
-    records: Tensor, page_format: PageFormat, group: int, selection: Tensor, addresses: Tensor, *, cached: bool = False
+    records: Tensor,
+    page_format: PageFormat,
+    group: int,
+    selection: Tensor,
+    addresses: Tensor,
+    *,
+    cached: bool = False,
+    staging: Tensor | None = None,
 ) -> None:
     """Write to ``addresses`` int64 [batch, rows, k] where the rows of ``selection`` int32 [batch, rows, k] lie.
 
     ``records`` is int64 [batch, `descriptors.FIELDS`]; all are contiguous. 0 stands for what is no position of the
     session. With ``cached``, slots are looked up: a slot of these addresses keeps its row until the round after the one
-    that resolves this selection. Raises `InvalidValue` for shapes or types that do not fit.
+    that resolves this selection. With ``staging`` too, uint8 [batch, rows, k, row bytes], the group's first row of a
+    position without a slot is copied from home to its place there, and that is the address, if the session's last round
+    had more than `MANY_MISSES` per row. Raises `InvalidValue` for shapes or types that do not fit.
     """
     if selection.shape != addresses.shape or not (selection.is_contiguous() and addresses.is_contiguous()):
         raise InvalidValue("selection and addresses", (selection.shape, addresses.shape), "contiguous, of one shape")
+    row_bytes = page_format.encoding.rows.row_bytes
+    if staging is not None and (staging.shape != (*selection.shape, row_bytes) or not staging.is_contiguous()):
+        raise InvalidValue("staging", tuple(staging.shape), f"contiguous {(*selection.shape, row_bytes)}")
     batch, selected = selection.shape[0], selection[0].numel()
-    _addresses_kernel[(triton.cdiv(selected, LANES), batch)](
+    lanes = LANES if staging is None else STAGED_LANES
+    _addresses_kernel[(triton.cdiv(selected, lanes), batch)](
         records,
         selection,
         addresses,
+        addresses if staging is None else staging.view(torch.int32),
         page_format.group_offset(group),
         page_format.group_row_bytes(group),
         page_format.stride,
         selected,
         FIELDS=field.FIELDS,
         CACHED=cached,
-        LANES=LANES,
-        num_warps=LANES // 64,
+        STAGED=staging is not None,
+        ROW_WORDS=row_bytes // 4,
+        BLOCK_WORDS=triton.next_power_of_2(row_bytes // 4),
+        LANES=lanes,
+        TOGETHER=STAGED_TOGETHER,
+        MANY=MANY_MISSES * selection.shape[1],
+        num_warps=4,
         **launch_options(),
     )
 
@@ -56,13 +84,19 @@ def _addresses_kernel(  # type: ignore[no-untyped-def]
     records,
     selection,
     addresses,
+    staging,
     group_offset,
     group_row_bytes,
     stride,
     selected,
     FIELDS: tl.constexpr,
     CACHED: tl.constexpr,
+    STAGED: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
     LANES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    MANY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     session = tl.program_id(1).to(tl.int64)
@@ -89,5 +123,24 @@ def _addresses_kernel(  # type: ignore[no-untyped-def]
         slot = tl.load(table + position, mask=in_map, other=-1)
         in_slot_at = tl.load(record + field.SLOT_ROWS) + slot.to(tl.int64) * group_row_bytes
         address = tl.where(in_ring | (slot < 0), address, in_slot_at)
-    address = tl.where(in_map & (position < length), address, 0)
+    present = in_map & (position < length)
+    if STAGED:
+        control = load_pointer(record, field.CONTROL, tl.int32)
+        if tl.load(control + _MISSES, mask=tokens > 0, other=0) > MANY:
+            missed = present & (slot < 0) & (position < ring_first)
+            rank = tl.where(missed, tl.cumsum(missed.to(tl.int32), 0) - 1, -1)
+            misses = tl.sum(missed.to(tl.int32), 0)
+            word = tl.arange(0, BLOCK_WORDS)
+            done = 0
+            while done < misses:
+                number = done + tl.arange(0, TOGETHER)
+                one = rank[None, :] == number[:, None]
+                source = tl.sum(tl.where(one, address[None, :], 0), 1).to(tl.pointer_type(tl.int32))
+                target = staging + tl.sum(tl.where(one, at[None, :], 0), 1) * ROW_WORDS
+                wanted = (number < misses)[:, None] & (word < ROW_WORDS)[None, :]
+                row = tl.load(tl.multiple_of(source[:, None] + word[None, :], [1, 16]), mask=wanted)
+                tl.store(tl.multiple_of(target[:, None] + word[None, :], [1, 16]), row, mask=wanted)
+                done += TOGETHER
+            address = tl.where(missed, (staging + at * ROW_WORDS).to(tl.int64), address)
+    address = tl.where(present, address, 0)
     tl.store(addresses + at, address, mask=lane < selected)

@@ -57,6 +57,7 @@ def append_rows(
         page_format.stride,
         FIELDS=field.FIELDS,
         QUANTISED=rows.scale_count > 0,
+        E4M3=rows.latent_dtype == "float8_e4m3fn",
         SCALES=max(rows.scale_count, 1),
         SCALES_OFFSET=rows.scales_offset,
         ROPE_OFFSET=rows.rope_offset,
@@ -97,15 +98,21 @@ def _check(what: str, tensors: tuple[Tensor, ...], positions: Tensor, widths: tu
 
 
 @triton.jit
-def _page(record, position, stride):  # type: ignore[no-untyped-def]
-    """Address of the page that ``position`` is written to, and of the same page in a peer's ring, or 0."""
-    page = position // _PAGE_TOKENS
-    in_ring = position >= tl.load(load_pointer(record, field.WINDOW, tl.int64))
-    offset = page % tl.maximum(tl.load(record + field.RING_PAGES), 1) * stride
-    home = tl.load(load_pointer(record, field.PAGE_ADDRESS, tl.int64) + page)
+def page_of(record, position, valid, stride):  # type: ignore[no-untyped-def]
+    """Address of the page that a ``valid`` position is written to, and of the same page in a peer's ring, or 0.
+
+    The record's fields are loaded side by side, before anything is decided: each load that waits for another one costs
+    as much as all the rest.
+    """
+    window = load_pointer(record, field.WINDOW, tl.int64)
+    homes = load_pointer(record, field.PAGE_ADDRESS, tl.int64)
+    ring, ring_pages = tl.load(record + field.RING_BASE), tl.load(record + field.RING_PAGES)
     peer_ring = tl.load(record + field.PEER_RING_BASE)
-    own = tl.where(in_ring, tl.load(record + field.RING_BASE) + offset, home)
-    return own, tl.where(in_ring & (peer_ring != 0), peer_ring + offset, 0)
+    page = position // _PAGE_TOKENS
+    in_ring = position >= tl.load(window, mask=valid, other=0)
+    home = tl.load(homes + page, mask=valid, other=0)
+    offset = page % tl.maximum(ring_pages, 1) * stride
+    return tl.where(in_ring, ring + offset, home), tl.where(in_ring & (peer_ring != 0), peer_ring + offset, 0)
 
 
 @triton.jit
@@ -119,6 +126,7 @@ def _append_rows_kernel(  # type: ignore[no-untyped-def]
     stride,
     FIELDS: tl.constexpr,
     QUANTISED: tl.constexpr,
+    E4M3: tl.constexpr,
     SCALES: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
@@ -134,24 +142,34 @@ def _append_rows_kernel(  # type: ignore[no-untyped-def]
     rope_index = tl.arange(0, _ROPE_DIM)
     x = tl.load(latent + row * _LATENT_DIM + latent_index).to(tl.float32)
     p = tl.load(rope + row * _ROPE_DIM + rope_index).to(tl.float32)
-    if (position >= 0) & (position < tl.load(record + field.MAP_TOKENS)):
-        own, peer = _page(record, position, stride)
+    valid = (position >= 0) & (position < tl.load(record + field.MAP_TOKENS))
+    own, peer = page_of(record, position, valid, stride)
+    if FORGET:
+        slots = load_pointer(record, field.SLOT_POSITION, tl.int32)
+        entry = load_pointer(record, field.TABLE, tl.int32) + position
+        cached = valid & (position < tl.load(record + field.TABLE_TOKENS))
+        slot = tl.load(entry, mask=cached, other=-1)
+        tl.store(slots + slot, -1, mask=slot >= 0)
+        tl.store(entry, -1, mask=cached)
+    if valid:
         offset = layer_offset + (position % _PAGE_TOKENS) * group_row_bytes
         scale_bits = tl.zeros([SCALES], tl.int32)
-        if QUANTISED:
+        if E4M3:
+            scale = tl.div_rn(tl.max(tl.abs(x), axis=1), 448.0)
+            scale_bits = scale.to(tl.int32, bitcast=True)
+            quotient = tl.div_rn(x, tl.where(scale == 0, 1.0, scale)[:, None])
+            x = tl.where((scale == 0)[:, None], 0.0, tl.minimum(tl.maximum(quotient, -448.0), 448.0))
+        elif QUANTISED:
             scale_bits = bfloat16_bits(tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0))
             scale = (scale_bits << 16).to(tl.float32, bitcast=True)
             quotient = tl.div_rn(x, tl.where(scale == 0, 1.0, scale)[:, None])
             q = tl.minimum(tl.maximum(round_half_even(quotient), -127.0), 127.0)
             x = tl.where((scale == 0)[:, None], 0.0, q)
-        _store_row(own + offset, x, scale_bits, p, latent_index, QUANTISED, SCALES, SCALES_OFFSET, ROPE_OFFSET)
+        _store_row(own + offset, x, scale_bits, p, latent_index, QUANTISED, E4M3, SCALES, SCALES_OFFSET, ROPE_OFFSET)
         if peer != 0:
-            _store_row(peer + offset, x, scale_bits, p, latent_index, QUANTISED, SCALES, SCALES_OFFSET, ROPE_OFFSET)
-        if FORGET and position < tl.load(record + field.TABLE_TOKENS):
-            entry = load_pointer(record, field.TABLE, tl.int32) + position
-            slot = tl.load(entry)
-            tl.store(load_pointer(record, field.SLOT_POSITION, tl.int32) + slot, -1, mask=slot >= 0)
-            tl.store(entry, -1)
+            _store_row(
+                peer + offset, x, scale_bits, p, latent_index, QUANTISED, E4M3, SCALES, SCALES_OFFSET, ROPE_OFFSET
+            )
 
 
 @triton.jit
@@ -162,6 +180,7 @@ def _store_row(  # type: ignore[no-untyped-def]
     p,
     latent_index,
     QUANTISED: tl.constexpr,
+    E4M3: tl.constexpr,
     SCALES: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
@@ -170,9 +189,15 @@ def _store_row(  # type: ignore[no-untyped-def]
     address = tl.multiple_of(address, 16)
     rope_index = tl.arange(0, _ROPE_DIM)
     if QUANTISED:
-        tl.store(address.to(tl.pointer_type(tl.int8)) + latent_index, x.to(tl.int32).to(tl.int8))
-        scales_at = (address + SCALES_OFFSET).to(tl.pointer_type(tl.int16))
-        tl.store(scales_at + tl.arange(0, SCALES), scale_bits.to(tl.int16))
+        values = address.to(tl.pointer_type(tl.int8)) + latent_index
+        if E4M3:
+            tl.store(values, _e4m3_bits(x).to(tl.int8))
+            scales_at = (address + SCALES_OFFSET).to(tl.pointer_type(tl.int32))
+            tl.store(scales_at + tl.arange(0, SCALES), scale_bits)
+        else:
+            tl.store(values, x.to(tl.int32).to(tl.int8))
+            scales_at = (address + SCALES_OFFSET).to(tl.pointer_type(tl.int16))
+            tl.store(scales_at + tl.arange(0, SCALES), scale_bits.to(tl.int16))
         tl.store((address + ROPE_OFFSET).to(tl.pointer_type(tl.int16)) + rope_index, bfloat16_bits(p).to(tl.int16))
     else:
         tl.store(address.to(tl.pointer_type(tl.float32)) + latent_index, x)
@@ -196,10 +221,12 @@ def _append_keys_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     position = tl.load(positions + row)
     key = tl.load(keys + row * _INDEX_DIM + tl.arange(0, _INDEX_DIM)).to(tl.float32)
-    if (position >= 0) & (position < tl.load(record + field.MAP_TOKENS)):
-        page, token = position // _PAGE_TOKENS, position % _PAGE_TOKENS
-        own, peer = _page(record, position, stride)
-        block = tl.load(load_pointer(record, field.KEY_BLOCK_ADDRESS, tl.int64) + page)
+    valid = (position >= 0) & (position < tl.load(record + field.MAP_TOKENS))
+    page, token = position // _PAGE_TOKENS, position % _PAGE_TOKENS
+    peer_blocks = load_pointer(record, field.PEER_KEY_BLOCK_ADDRESS, tl.int64)
+    block = tl.load(load_pointer(record, field.KEY_BLOCK_ADDRESS, tl.int64) + page, mask=valid, other=0)
+    own, peer = page_of(record, position, valid, stride)
+    if valid:
         scale = tl.full([], 1.0, tl.float32)
         if SCALED:
             quotient = tl.div_rn(tl.maximum(tl.max(tl.abs(key)), 1e-4), 448.0)
@@ -211,8 +238,8 @@ def _append_keys_kernel(  # type: ignore[no-untyped-def]
         _store_key(own + keys_offset, token, key, scale, SCALED, SCALES_OFFSET)
         if peer != 0:
             _store_key(peer + keys_offset, token, key, scale, SCALED, SCALES_OFFSET)
-        if tl.load(record + field.PEER_KEY_BLOCK_ADDRESS) != 0:
-            peer_block = tl.load(load_pointer(record, field.PEER_KEY_BLOCK_ADDRESS, tl.int64) + page)
+        if peer_blocks.to(tl.int64) != 0:
+            peer_block = tl.load(peer_blocks + page)
             _store_key(peer_block, token, key, scale, SCALED, SCALES_OFFSET)
 
 

@@ -2,20 +2,22 @@
 
 The definition is `compute.kernels.reference.attend`. The selected keys of a query row are cut into splits of `KEYS`;
 one program does one split for 64 heads, softmax included, and a second launch joins the splits in their order. Splits
-and tiles depend on k alone, so a query row's bits depend on nothing but its own inputs.
+and tiles depend on k alone, so a query row's bits depend on nothing but its own inputs. On GPUs of compute capability
+9.0 `compute.kernels.attention_hopper` does the splits, elsewhere the kernel in this file; their bits differ.
 
 Products are of float16 values, summed in float32: a latent is int8 times scale, rounded once; query and rope are
 rounded to float16; so are the softmax weights within a split, and the splits' results. The error against exact
 arithmetic is some 5e-4 of the output's norm, 1e-3 where few keys dominate. Queries, latents and ropes must be within
 float16's range, 65,504.
 
-As in `compute.kernels.index_score`, a row's bytes go from memory straight into the registers of the matrix unit, keys
-and dimensions in operand order; the same registers are then stored for the second product. Splits are kept with their
-dimensions in that order, and put right as they are joined.
+Here, as in `compute.kernels.index_score`, a row's bytes go from memory straight into the registers of the matrix unit,
+keys and dimensions in operand order; the same registers are then stored for the second product. Splits are kept with
+their dimensions in that order, and put right as they are joined.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -23,10 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compute.kernels.ptx import PTX, scaled_halves
+from compute.kernels.attention_hopper import WARPS, split_kernel
+from compute.kernels.ptx import PTX, halves_of_e4m3, scaled_halves
 from compute.kernels.triton_support import await_kernel_before, launch_options
 from protocol.errors import InvalidValue
-from protocol.layout import LATENT_DIM, Q8G64, ROPE_DIM
+from protocol.layout import FP8_DS_MLA, LATENT_DIM, Q8G64, ROPE_DIM, Encoding
 
 KEYS = 128
 """Selected keys of one split."""
@@ -40,16 +43,31 @@ _ROPE_OFFSET = tl.constexpr(_ROWS.rope_offset)
 
 
 class SparseAttention:
-    """Attention of up to ``rows`` query rows with ``heads`` heads over ``k`` selected rows encoded as `Q8G64`.
+    """Attention of query rows with ``heads`` heads over ``k`` selected rows each, encoded as `Q8G64` or `FP8_DS_MLA`.
 
-    Made once: recorded graphs keep the address of its scratch memory, which one stream's layers use in turn.
+    Made once, with scratch memory for ``rows`` query rows: more of them are done in parts of that many. Recorded graphs
+    keep its address; one stream's layers use it in turn. ``portable`` is for tests of the kernel that runs anywhere.
     """
 
-    def __init__(self, rows: int, heads: int, k: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: int,
+        heads: int,
+        k: int,
+        device: torch.device,
+        *,
+        encoding: Encoding = Q8G64,
+        portable: bool = False,
+    ) -> None:
+        """Raises `InvalidValue` for another encoding."""
+        if encoding not in (Q8G64, FP8_DS_MLA):
+            raise InvalidValue("encoding of sparse attention", encoding.name, f"{Q8G64.name} or {FP8_DS_MLA.name}")
         self.rows, self.heads, self.k = rows, heads, k
         self._splits = triton.cdiv(k, KEYS)
         self._partial = torch.empty((rows, self._splits, heads, LATENT_DIM), dtype=torch.float16, device=device)
         self._softmax = torch.empty((rows, self._splits, heads, 2), device=device)
+        self._e4m3 = encoding == FP8_DS_MLA
+        self._hopper_programs = 0 if portable or self._e4m3 else hopper_programs(device)
 
     def attend(
         self,
@@ -60,20 +78,30 @@ class SparseAttention:
         scale: float,
         out: Tensor,
     ) -> None:
-        """Write the output in the latent space to ``out``, float32 [n, heads, 512], for n <= rows query rows.
+        """Write the output in the latent space to ``out``, float32 [n, heads, 512], for any n > 0 query rows.
 
         ``addresses`` int64 [n, k] are of group rows, 0 where empty; ``query_latent`` [n, heads, 512] and ``query_rope``
         [n, heads, 64] are bfloat16, float16 or float32. A query row without any selected row gives 0. All tensors are
         contiguous. Raises `InvalidValue` for shapes that do not fit.
         """
         count = addresses.shape[0]
-        if not 0 < count <= self.rows or addresses.shape[1] != self.k:
-            raise InvalidValue("addresses", tuple(addresses.shape), f"[1 to {self.rows}, {self.k}]")
+        if not count or addresses.shape[1] != self.k or not addresses.is_contiguous():
+            raise InvalidValue("addresses", tuple(addresses.shape), f"contiguous [n > 0, {self.k}]")
         for tensor, width in ((query_latent, LATENT_DIM), (query_rope, ROPE_DIM), (out, LATENT_DIM)):
             if tensor.shape != (count, self.heads, width) or not tensor.is_contiguous():
-                raise InvalidValue("query or output", tuple(tensor.shape), f"[{count}, {self.heads}, {width}]")
-        options = launch_options()
-        _split_kernel[(self._splits, triton.cdiv(self.heads, HEADS), count)](
+                raise InvalidValue(
+                    "query or output", tuple(tensor.shape), f"contiguous [{count}, {self.heads}, {width}]"
+                )
+        for start in range(0, count, self.rows):
+            part = slice(start, start + self.rows)
+            self._split(addresses[part], layer_in_group, query_latent[part], query_rope[part], scale)
+            self._join(out[part])
+
+    def _split(
+        self, addresses: Tensor, layer_in_group: int, query_latent: Tensor, query_rope: Tensor, scale: float
+    ) -> None:
+        grid = (self._splits, triton.cdiv(self.heads, HEADS), addresses.shape[0])
+        arguments = (
             addresses,
             query_latent,
             query_rope,
@@ -83,13 +111,16 @@ class SparseAttention:
             self.k,
             layer_in_group * _ROWS.row_bytes,
             scale * math.log2(math.e),
-            HEADS=HEADS,
-            KEYS=KEYS,
-            PTX=PTX,
-            num_warps=8,
-            **options,
         )
-        _join_kernel[(LATENT_DIM // _JOINED_DIMS, self.heads, count)](
+        if self._hopper_programs:
+            split_kernel[grid](*arguments, self._hopper_programs, num_warps=WARPS, **launch_options())
+        else:
+            _split_kernel[grid](
+                *arguments, HEADS=HEADS, KEYS=KEYS, E4M3=self._e4m3, PTX=PTX, num_warps=8, **launch_options()
+            )
+
+    def _join(self, out: Tensor) -> None:
+        _join_kernel[(LATENT_DIM // _JOINED_DIMS, self.heads, out.shape[0])](
             self._partial,
             self._softmax,
             out,
@@ -97,8 +128,16 @@ class SparseAttention:
             SPLITS=self._splits,
             DIMS=_JOINED_DIMS,
             num_warps=2,
-            **options,
+            **launch_options(),
         )
+
+
+@functools.cache
+def hopper_programs(device: torch.device) -> int:
+    """Programs of `attention_hopper` that ``device`` holds at a time; 0 where that does not run."""
+    if not PTX or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -128,6 +167,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     scale,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
+    E4M3: tl.constexpr,
     PTX: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -152,13 +192,14 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     filled = start != 0
     start += layer_offset
     values = tl.multiple_of(start.to(tl.pointer_type(tl.int8))[:, None] + dim[None, :], [1, 16])
-    scales = (start + _SCALES_OFFSET).to(tl.pointer_type(tl.bfloat16))
+    scales = (start + _SCALES_OFFSET).to(tl.pointer_type(tl.float32 if E4M3 else tl.bfloat16))
     groups = tl.tuple(())
     group_scales = tl.tuple(())
     for g in tl.static_range(8):
         group = tl.multiple_of(values + g * 64, [1, 16])
         groups += (tl.load(group, mask=filled[:, None], other=0),)
-        group_scales += (tl.load(scales + g, mask=filled, other=0.0).to(tl.float16),)
+        at = g // 2 if E4M3 else g  # a scale is of 128 values or of 64
+        group_scales += (tl.load(scales + at, mask=filled, other=0.0).to(tl.float16),)
     valid = key_start != 0
     ropes = (key_start + layer_offset + _ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16))[:, None] + dim[None, :]
     rope = tl.load(tl.multiple_of(ropes, [1, 16]), mask=valid[:, None], other=0.0)
@@ -169,7 +210,10 @@ def _split_kernel(  # type: ignore[no-untyped-def]
         halves = tl.tuple(())
         for g in tl.static_range(2):
             scale_of_group = tl.broadcast_to(group_scales[2 * c + g][:, None], [KEYS, 64])
-            halves += (scaled_halves(groups[2 * c + g], scale_of_group, PTX),)
+            if E4M3:
+                halves += (halves_of_e4m3(groups[2 * c + g], PTX) * scale_of_group,)
+            else:
+                halves += (scaled_halves(groups[2 * c + g], scale_of_group, PTX),)
         latent = _key_operand(halves[0], halves[1], KEYS)
         dots = tl.dot(latent, _query_operand(queries[c].to(tl.float16), HEADS), dots)
         latents += (latent,)

@@ -29,6 +29,9 @@ from protocol.layout import INDEX_DIM, PAGE_TOKENS, Q8G64, round_up
 MAX_COLUMNS = 256
 """Query rows (padded to a power of two) times heads of one session: the columns of one matrix instruction."""
 
+_LONG = 1 << 16
+"""Keys from which on a program of 128 columns has so many blocks that two at a time pay."""
+
 _BLOCK_CLASSES = CLASSES // PAGE_TOKENS
 """Key blocks after which the classes of the maxima repeat. ``PROGRAMS`` is a multiple of it, so that all blocks that a
 program has at one of its ``BLOCKS`` places are of the same classes."""
@@ -67,7 +70,7 @@ def index_scores(
         )
     if scores.shape[:2] != (batch, rows) or scores.stride(0) != rows * scores.stride(1) or scores.stride(2) != 1:
         raise InvalidValue("scores", tuple(scores.shape), f"[{batch}, {rows}, capacity], rows at one distance")
-    programs, blocks, options = _shape_of(columns, batch, scores.shape[2])
+    programs, blocks, prefetch, options = _shape_of(columns, batch, scores.shape[2])
     _score_kernel[(programs, batch)](
         records,
         query,
@@ -82,7 +85,7 @@ def index_scores(
         PROGRAMS=programs,
         BLOCKS=blocks,
         MAXIMA=maxima is not None,
-        PREFETCH=columns > 64,
+        PREFETCH=prefetch,
         PTX=PTX,
         num_warps=4,
         **options,
@@ -90,15 +93,18 @@ def index_scores(
     )
 
 
-def _shape_of(columns: int, batch: int, capacity: int) -> tuple[int, int, dict[str, Any]]:
-    """Programs of a session, key blocks that a program has in flight, and options: what the registers allow.
+def _shape_of(columns: int, batch: int, capacity: int) -> tuple[int, int, bool, dict[str, Any]]:
+    """Programs of a session, key blocks that a program has in flight, whether it asks for the next ones, and options:
+    what the registers allow, and what is fastest on an H200.
 
     None of it changes a bit of a score.
     """
     programs, blocks = (768, 2) if columns <= 32 else (512, 2) if columns <= 64 else (384, 1)
+    if columns == 128 and capacity * batch > _LONG:
+        blocks = 2
     programs = min(programs // batch, round_up(capacity // PAGE_TOKENS // blocks, _BLOCK_CLASSES))
     options = {"maxnreg": 168} if columns == 128 and PTX else {}
-    return max(_BLOCK_CLASSES, programs // _BLOCK_CLASSES * _BLOCK_CLASSES), blocks, options
+    return max(_BLOCK_CLASSES, programs // _BLOCK_CLASSES * _BLOCK_CLASSES), blocks, blocks == 1, options
 
 
 @triton.jit
@@ -184,9 +190,9 @@ def _score_kernel(  # type: ignore[no-untyped-def]
         scales = tl.tuple(())
         coming = tl.tuple(())
         for b in tl.static_range(BLOCKS):
-            block = tl.multiple_of(ahead[b].to(tl.pointer_type(tl.uint8)) + in_block, [16, 16])
+            block = tl.multiple_of(ahead[b].to(tl.pointer_type(tl.uint8)) + in_block, [1, 16])
             keys += (tl.load(block, eviction_policy="evict_first"),)
-            block = tl.multiple_of(block + 64, [16, 16])
+            block = tl.multiple_of(block + 64, [1, 16])
             keys += (tl.load(block, eviction_policy="evict_first"),)
             scales += (tl.load((ahead[b] + _SCALES_OFFSET).to(tl.pointer_type(tl.float32)) + key),)
             coming += (tl.load(table + tl.minimum(first + PROGRAMS * BLOCKS + b, blocks - 1)),)

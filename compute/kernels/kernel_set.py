@@ -31,8 +31,16 @@ class KernelSet(Protocol):
     def in_place(self, group: int, selection: Tensor) -> Tensor:
         """Addresses of the selected group rows, int64 [n, k], in the ring or at home."""
 
+    def streamed(self, group: int, selection: Tensor, home_pages: int) -> Tensor:
+        """The same for passes with many query rows, after what lies in the first ``home_pages`` pages, none of which is
+        in the ring, was brought nearer. The groups of a pass come in ascending order.
+        """
+
+    def release(self) -> None:
+        """Give the memory back that `streamed` took."""
+
     def round(self, group: int, selection: Tensor) -> Tensor:
-        """The same through one round of the hot cache: in the ring, or in a slot that the row is in by then."""
+        """Like `in_place`, through one round of the hot cache: in the ring, or in a slot that the row is in by then."""
 
     def attend(
         self, addresses: Tensor, layer_in_group: int, query_latent: Tensor, query_rope: Tensor, scale: float
@@ -63,6 +71,13 @@ class ReferenceKernels:
 
     def in_place(self, group: int, selection: Tensor) -> Tensor:
         return reference.row_addresses(self._map, group, selection)
+
+    def streamed(self, group: int, selection: Tensor, home_pages: int) -> Tensor:
+        assert home_pages, "nothing lies at home"
+        return self.in_place(group, selection)  # on a CPU all memory is near
+
+    def release(self) -> None:
+        pass
 
     def round(self, group: int, selection: Tensor) -> Tensor:
         decided = reference.resolve(self._caches[group], self._map, group, selection)

@@ -16,6 +16,9 @@ from compute.kernels.state import LENGTH, RING_FIRST, PageMap
 from protocol.errors import InvalidValue
 from protocol.layout import LATENT_DIM, PAGE_TOKENS, ROPE_DIM, RowLayout
 
+LARGEST = {"int8": 127, "float8_e4m3fn": 448}
+"""What the largest latent value of a group becomes, by its dtype."""
+
 
 def encode_rows(latent: Tensor, rope: Tensor, layout: RowLayout) -> Tensor:
     """Rows of float32 ``latent`` [n, 512] and ``rope`` [n, 64]: uint8 [n, row bytes].
@@ -29,11 +32,16 @@ def encode_rows(latent: Tensor, rope: Tensor, layout: RowLayout) -> Tensor:
         raise InvalidValue("row to encode", "NaN or infinite", f"values that {layout.name} can hold")
     rows = torch.empty((latent.shape[0], layout.row_bytes), dtype=torch.uint8, device=latent.device)
     if layout.scale_count:
-        groups = latent.view(-1, layout.scale_count, layout.scale_group)  # [n, 8, 64]
-        scales = (groups.abs().amax(2) / 127).to(_dtype(layout.scale_dtype))  # [n, 8]
+        largest = LARGEST[layout.latent_dtype]
+        groups = latent.view(-1, layout.scale_count, layout.scale_group)  # [n, 8, 64], or [n, 4, 128]
+        most = groups.abs().amax(2)
+        # By a tensor: on a GPU a division by a number is a product with its reciprocal, which rounds differently.
+        scales = (most / torch.full_like(most, largest)).to(_dtype(layout.scale_dtype))
         divisor = scales.float()[:, :, None]
-        scaled = torch.where(divisor == 0, 0.0, groups / divisor)
-        latent = scaled.round().clamp(-127, 127).to(_dtype(layout.latent_dtype)).view(-1, LATENT_DIM)
+        scaled = torch.where(divisor == 0, 0.0, groups / divisor).clamp(-largest, largest)
+        if layout.latent_dtype == "int8":
+            scaled = scaled.round()
+        latent = scaled.to(_dtype(layout.latent_dtype)).view(-1, LATENT_DIM)
         rows[:, layout.scales_offset : layout.rope_offset] = scales.view(torch.uint8)
     rows[:, : layout.scales_offset] = latent.contiguous().view(torch.uint8)
     rows[:, layout.rope_offset :] = rope.contiguous().view(torch.uint8)

@@ -11,6 +11,9 @@ Scores are compared by their *order keys*, int32 in the order of the floats. Thr
 3. *select*: one program per row finds the k-th candidate from these counts, chooses among equals by position, and
    writes the positions.
 
+Where the maxima are known and rows are not too long, the last two are one launch on a Hopper GPU
+(`compute.kernels.topk_cluster`).
+
 If classes are unlike each other there are more candidates, in the worst case all; they always have room, and only time
 is lost. All results are exact integers, so nothing depends on the order in which programs run.
 """
@@ -21,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
+from compute.kernels.topk_cluster import fits_cluster, prepare_clusters, select_by_cluster
 from compute.kernels.topk_collect import BINS, CLASSES, NO_SCORE, collect_kernel, maxima_kernel
 from compute.kernels.topk_select import MAX_K, select_kernel
 from compute.kernels.triton_support import launch_options
@@ -41,8 +45,10 @@ class TopK:
     all layers of a stream, one after the other.
     """
 
-    def __init__(self, rows: int, capacity: int, k: int, device: torch.device) -> None:
-        """Raises `InvalidValue` unless 0 < k <= `MAX_K`."""
+    def __init__(self, rows: int, capacity: int, k: int, device: torch.device, *, portable: bool = False) -> None:
+        """``portable``: by Triton's kernels alone. Raises `InvalidValue` unless 0 < k <= `MAX_K`, `NoDevice` where a
+        kernel cannot be compiled.
+        """
         if not 0 < k <= MAX_K:
             raise InvalidValue("k of a selection", k, f"1 to {MAX_K}")
         self.rows, self.k = rows, k
@@ -53,6 +59,9 @@ class TopK:
 
         self.maxima = scratch(CLASSES, NO_SCORE)
         """int32 [rows, CLASSES]: order keys, `NO_SCORE` between selections."""
+        self._by_cluster = not portable and fits_cluster(device, self.capacity)
+        if self._by_cluster:
+            prepare_clusters(device, rows)
         most = min(128, max(32, _PROGRAMS // triton.next_power_of_2(rows)))
         self._parts = max(2, min(most, triton.next_power_of_2(self.capacity // _PART)))
         self._keys, self._places = scratch(self.capacity), scratch(self.capacity)
@@ -60,7 +69,14 @@ class TopK:
         self._histogram = scratch(BINS)
         self._range = scratch(2)
 
-    def select(self, scores: Tensor, lengths: Tensor, selection: Tensor, *, maxima_known: bool = False) -> None:
+    def select(
+        self,
+        scores: Tensor,
+        lengths: Tensor,
+        selection: Tensor,
+        *,
+        maxima_known: bool = False,
+    ) -> None:
         """Write the selection of the first ``lengths[r]`` scores of each row.
 
         ``scores`` float32 [rows, >= capacity], ``lengths`` int64 [rows], ``selection`` int32 [rows, k], contiguous, -1
@@ -72,6 +88,13 @@ class TopK:
             raise InvalidValue("scores", tuple(scores.shape), f"[<= {self.rows}, >= {self.capacity}], rows 16-aligned")
         if lengths.shape != (rows,) or selection.shape != (rows, self.k) or not selection.is_contiguous():
             raise InvalidValue("lengths, selection", (lengths.shape, selection.shape), f"[{rows}], [{rows}, {self.k}]")
+        if self._by_cluster and maxima_known:
+            select_by_cluster(scores, lengths, self.maxima, selection)
+        else:
+            self._select_in_three(scores, lengths, selection, maxima_known)
+
+    def _select_in_three(self, scores: Tensor, lengths: Tensor, selection: Tensor, maxima_known: bool) -> None:
+        rows = scores.shape[0]
         scratch = (self._keys, self._places, self._counts, self._histogram, self._range)
         sizes = (scores.stride(0), self.capacity, self.k)
         options = launch_options()

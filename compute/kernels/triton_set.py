@@ -20,19 +20,29 @@ from compute.kernels.descriptors import describe
 from compute.kernels.fetch import fetch
 from compute.kernels.index_score import index_scores
 from compute.kernels.resolve import RoundBuffers, resolve
+from compute.kernels.stage import GROWTH_PAGES, Stage
 from compute.kernels.state import GroupCache, PageMap
 from compute.kernels.topk import TopK
+from compute.kernels.triton_support import whole_edges
 from protocol.errors import InvalidValue
-from protocol.layout import Q8G64, round_up
+from protocol.layout import FP8_DS_MLA, Q8G64, round_up
 
 PLACE_ROWS = 4
 """Query rows that read each key together."""
 BLOCK_ROWS = 16
 """Query rows that are scored, and attend, at a time: they have scratch memory for a whole history each."""
+MANY_ROWS = 256
+"""Query rows that are scored at a time where there are more than `BLOCK_ROWS`, in memory that is taken for the call."""
+MANY_SCORES = 1 << 24
+"""Scores of those rows, at most, where that leaves `BLOCK_ROWS`."""
+ATTENDING_ROWS = 128
+"""Query rows that attend at a time, likewise: 1 MiB of memory each at 64 heads, and work enough to hide a launch."""
 
 
 class TritonKernels:
-    """`kernel_set.KernelSet` of one session on a GPU, or in Triton's interpreter on the CPU; encoding `Q8G64` only.
+    """`kernel_set.KernelSet` of one session on a GPU, or in Triton's interpreter on the CPU.
+
+    For encodings whose index keys are e4m3.
 
     Addresses of a `round` are overwritten by the next one with as many query rows. What the reference refuses because
     it looked at the data (NaN, positions outside the map) is not looked at here.
@@ -40,8 +50,9 @@ class TritonKernels:
 
     def __init__(self, page_map: PageMap, caches: Sequence[GroupCache], topk: int) -> None:
         """Raises `InvalidValue` for another encoding, or a ``topk`` that `TopK` refuses."""
-        if page_map.format.encoding != Q8G64:
-            raise InvalidValue("encoding of the Triton kernels", page_map.format.encoding.name, Q8G64.name)
+        if page_map.format.encoding.keys != Q8G64.keys:
+            served = f"{Q8G64.name} or {FP8_DS_MLA.name}"
+            raise InvalidValue("encoding of the Triton kernels", page_map.format.encoding.name, served)
         self._format = page_map.format
         self._device = page_map.window.device
         self._topk = topk
@@ -54,6 +65,7 @@ class TritonKernels:
         self._scores = torch.empty((BLOCK_ROWS, self._selector.capacity), device=self._device)
         self._rounds: dict[int, RoundBuffers] = {}
         self._attention: dict[int, SparseAttention] = {}
+        self._stage: Stage | None = None
 
     def append(self, group: int, layer_in_group: int, positions: Tensor, latent: Tensor, rope: Tensor) -> None:
         values = (tensor.contiguous()[None] for tensor in (latent, rope))
@@ -65,13 +77,31 @@ class TritonKernels:
     def select(self, group: int, query: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
         count = positions.shape[0]
         selection = torch.empty((count, self._topk), dtype=torch.int32, device=self._device)
-        for start in range(0, count, BLOCK_ROWS):
-            part = slice(start, start + BLOCK_ROWS)
-            self._select(group, query[part], weights[part], positions[part], selection[part])
+        selector, scores = self._selector, self._scores
+        if count > BLOCK_ROWS:
+            fitting = max(MANY_SCORES // selector.capacity // BLOCK_ROWS * BLOCK_ROWS, BLOCK_ROWS)
+            rows = min(fitting, MANY_ROWS, round_up(count, BLOCK_ROWS))
+            selector = TopK(rows, self._map.max_tokens, self._topk, self._device)
+            scores = torch.empty((rows, selector.capacity), device=self._device)
+        for start in range(0, count, selector.rows):
+            part = slice(start, start + selector.rows)
+            self._select(
+                group, query[part], weights[part], positions[part], selection[part], selector=selector, scores=scores
+            )
         return selection
 
-    def _select(self, group: int, query: Tensor, weights: Tensor, positions: Tensor, selection: Tensor) -> None:
-        """Up to `BLOCK_ROWS` query rows."""
+    def _select(
+        self,
+        group: int,
+        query: Tensor,
+        weights: Tensor,
+        positions: Tensor,
+        selection: Tensor,
+        *,
+        selector: TopK,
+        scores: Tensor,
+    ) -> None:
+        """Up to ``selector.rows`` query rows."""
         count = positions.shape[0]
         filled = round_up(count, PLACE_ROWS)
         missing = filled - count
@@ -79,17 +109,30 @@ class TritonKernels:
         positions = pad(positions, (0, missing), value=-1)
         query = pad(query.contiguous(), (0, 0, 0, 0, 0, missing)).view(*places, *query.shape[1:])
         weights = pad(weights.contiguous(), (0, 0, 0, missing)).view(*places, -1)
-        scores = self._scores[:filled]
+        scores = scores[:filled]
         records = self._record(group).repeat(places[0], 1)
-        index_scores(
-            records, query, weights, positions.view(places), scores.view(*places, -1), maxima=self._selector.maxima
-        )
-        self._selector.select(scores[:count], positions[:count] + 1, selection, maxima_known=True)
+        index_scores(records, query, weights, positions.view(places), scores.view(*places, -1), maxima=selector.maxima)
+        selector.select(scores[:count], positions[:count] + 1, selection, maxima_known=True)
 
     def in_place(self, group: int, selection: Tensor) -> Tensor:
         addresses = torch.empty(selection.shape, dtype=torch.int64, device=self._device)
         row_addresses(self._record(group), self._format, group, selection.contiguous()[None], addresses[None])
         return addresses
+
+    def streamed(self, group: int, selection: Tensor, home_pages: int) -> Tensor:
+        if self._stage is None or self._stage.pages < home_pages:
+            self.release()
+            self._stage = Stage(self._map, self._records, round_up(home_pages, GROWTH_PAGES))
+        record = self._stage.record(group)
+        addresses = torch.empty(selection.shape, dtype=torch.int64, device=self._device)
+        with whole_edges():
+            row_addresses(record, self._format, group, selection.contiguous()[None], addresses[None])
+        return addresses
+
+    def release(self) -> None:
+        if self._stage is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._stage = None
 
     def round(self, group: int, selection: Tensor) -> Tensor:
         """Raises `InvalidValue` if the selection could pin more slots than there are."""
@@ -108,16 +151,21 @@ class TritonKernels:
     def attend(
         self, addresses: Tensor, layer_in_group: int, query_latent: Tensor, query_rope: Tensor, scale: float
     ) -> Tensor:
-        heads = query_latent.shape[1]
-        if heads not in self._attention:
-            self._attention[heads] = SparseAttention(BLOCK_ROWS, heads, self._topk, self._device)
-        attention = self._attention[heads]
+        heads, count = query_latent.shape[1], len(addresses)
+        if count > BLOCK_ROWS:
+            attention = self._new_attention(min(count, ATTENDING_ROWS), heads)
+        else:
+            if heads not in self._attention:
+                self._attention[heads] = self._new_attention(BLOCK_ROWS, heads)
+            attention = self._attention[heads]
         out = torch.empty(query_latent.shape, device=self._device)
-        query_latent, query_rope = query_latent.contiguous(), query_rope.contiguous()
-        for start in range(0, addresses.shape[0], BLOCK_ROWS):
-            part = slice(start, start + BLOCK_ROWS)
-            attention.attend(addresses[part], layer_in_group, query_latent[part], query_rope[part], scale, out[part])
+        attention.attend(
+            addresses.contiguous(), layer_in_group, query_latent.contiguous(), query_rope.contiguous(), scale, out
+        )
         return out
+
+    def _new_attention(self, rows: int, heads: int) -> SparseAttention:
+        return SparseAttention(rows, heads, self._topk, self._device, encoding=self._map.format.encoding)
 
     def _record(self, group: int) -> Tensor:
         return self._records[group : group + 1]

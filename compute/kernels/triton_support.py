@@ -26,13 +26,21 @@ def launch_options() -> dict[str, Any]:
     """
     if not _can_overlap():
         return {"OVERLAPPED": False}
-    return {"OVERLAPPED": True, "launch_pdl": not _whole_edges}
+    return {"OVERLAPPED": True, "launch_pdl": programmatic_edge()}
+
+
+def programmatic_edge() -> bool:
+    """Whether a launch may be set up while the kernel before it on the stream still runs, on a GPU that can do so."""
+    return not _whole_edges
 
 
 @contextmanager
 def whole_edges() -> Iterator[None]:
-    """Launches within are set up only when all that they depend on is done: for the first one after a fork or join of
-    streams, which depends on more than the kernel before it on its own stream.
+    """Launches within are set up only when all that they depend on is done: for the first one of a branch, which would
+    take room from what still runs on the other stream.
+
+    After a join there is no need: a recorded launch then has a programmatic edge from each stream's last kernel, and
+    `await_kernel_before` waits for all of them.
     """
     _whole_edges.append(True)
     try:

@@ -87,7 +87,7 @@ def load_weights(config: ModelConfig, path: Path) -> dict[str, Tensor]:
     """
     weights: dict[str, Tensor] = {}
     wanted = tensor_shapes(config)
-    for file in _files(path):
+    for file in safetensors_files(path):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dictionary, and not iterable
@@ -122,7 +122,7 @@ def _random(name: str, shape: tuple[int, ...], seed: int, deviation: float) -> T
     return total.mul_(deviation * 0.75**0.5 / 2**15)  # a uniform integer's deviation is 2**16 / sqrt(12)
 
 
-def _files(path: Path) -> list[Path]:
+def safetensors_files(path: Path) -> list[Path]:
     """The safetensors files at ``path``; an index may only name files that lie beside it."""
     if not path.is_dir():
         return [path]

@@ -1,0 +1,1 @@
+"""kvd where users already are: other libraries' and engines' models with their history or prefixes in kvd."""

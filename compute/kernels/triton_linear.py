@@ -1,0 +1,183 @@
+"""Projections on a GPU: any number of rows, and the same bits for a row whatever their number.
+
+The definition is `compute.kernels.reference_linear`; how products are summed, `compute.kernels.triton_products`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compute.kernels.matrix import BLOCK, Matrix
+from compute.kernels.ptx import PTX
+from compute.kernels.triton_products import (
+    FEW_ROWS,
+    Scratch,
+    Tiling,
+    few_row_tile,
+    from_operand_order,
+    join_splits,
+    near_tiles,
+    operand_columns,
+    prefetch_rows,
+    prefetched_lines,
+    split_columns,
+    sum_products,
+)
+from compute.kernels.triton_support import INTERPRETED, await_kernel_before, launch_options
+from protocol.errors import InvalidValue
+
+_BLOCK = tl.constexpr(BLOCK)
+
+MANY_ROW_TILE = 128
+"""Rows of a tile where there are many."""
+MANY_TILING = {False: Tiling(0, 128, 8, 64, 4), True: Tiling(0, 128, 8, 128, 3)}
+"""How the weight is cut then, of bfloat16 and of e4m3; its splits are those of few rows."""
+_PROGRAMS = 192
+"""Programs of few rows that a bfloat16 weight is cut for, if it has no more tiles than that."""
+_ROUND = 264
+"""Programs of an e4m3 weight that an H200 runs at a time: two on a multiprocessor."""
+
+
+def tiling(n: int, k: int, heads: int, e4m3: bool) -> Tiling:
+    """Of a weight's shape and type alone.
+
+    A product of bfloat16 waits for memory; one of e4m3 is nearly as long converting, so that its programs should be
+    whole rounds of those that run at a time.
+    """
+    tiles = -(-n // 128) * heads
+    if not e4m3:
+        most = k // (1024 if tiles > 8 else 512)
+        return Tiling(max(1, min(_PROGRAMS // tiles, most)), 128, 8, 64, 4)
+
+    def cost(splits: int) -> float:
+        programs = tiles * split_columns(k, splits)[1]
+        return -(-programs // _ROUND) * _ROUND / programs + splits / 100
+
+    return Tiling(min(range(1, max(2, k // 512 + 1)), key=cost), 128, 8, 128, 4)
+
+
+def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
+    """``x`` [M, H, K] by ``weight`` [H, N, K], or [N, K] for one head, into ``out`` [M, H, N]."""
+    rows, heads, k = x.shape
+    if rows == 0:
+        return
+    n = out.shape[2]
+    e4m3 = weight.scales is not None
+    cut = tiling(n, k, heads, e4m3)
+    if e4m3 and k % 16:
+        raise InvalidValue("columns of an e4m3 weight", k, "a multiple of 16, which are loaded at a time")
+    split, splits = split_columns(k, cut.splits)
+    apart = rows <= FEW_ROWS
+    ordered = e4m3 and not apart and k % BLOCK == 0
+    if ordered:
+        x = in_operand_order(x)
+    if apart:
+        row_tile = few_row_tile(rows)
+        grid = (triton.cdiv(n, cut.tile), splits, heads)
+        row_bytes = (k - (splits - 1) * split) * weight.values.element_size()
+        lines = prefetched_lines(math.prod(grid), cut.tile, row_bytes)
+        if splits > 1:
+            scratch.check(math.prod(grid) * cut.tile * row_tile, grid[0] * heads)
+    else:
+        row_tile, lines = MANY_ROW_TILE, 0
+        cut = MANY_TILING[e4m3]
+        grid = (triton.cdiv(n, 128) * triton.cdiv(rows, row_tile), 1, heads)
+    _linear_kernel[grid](
+        x,
+        weight.values.view(torch.uint8) if e4m3 else weight.values,
+        weight.scales,
+        out,
+        scratch.memory,
+        scratch.tickets,
+        rows,
+        n,
+        k,
+        split,
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        out.stride(1),
+        SPLITS=splits,
+        APART=apart,
+        TILE=cut.tile,
+        ROWS=row_tile,
+        STEP=cut.step,
+        STAGES=cut.stages,
+        LINES=lines,
+        ORDERED=ordered,
+        WHOLE=k % (BLOCK if e4m3 else cut.step) == 0,
+        PTX=PTX,
+        INTERPRETED=INTERPRETED,
+        num_warps=cut.warps,
+        **launch_options(),
+    )
+
+
+def in_operand_order(x: Tensor) -> Tensor:
+    """``x`` [M, H, K] as contiguous bfloat16, each block's columns in operand order."""
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    blocks = x.shape[2] // BLOCK
+    _order_kernel[(x.shape[0], x.shape[1], blocks)](
+        x, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), num_warps=1, **launch_options()
+    )
+    return out
+
+
+@triton.jit
+def _order_kernel(x, out, x_row, x_head, out_row, out_head, OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(2) * _BLOCK
+    await_kernel_before(OVERLAPPED)
+    values = tl.load(x + row * x_row + head * x_head + block + operand_columns())
+    tl.store(out + row * out_row + head * out_head + block + tl.arange(0, _BLOCK), values.to(tl.bfloat16))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear_kernel(  # type: ignore[no-untyped-def]
+    x, values, scales, out, partial, tickets,
+    M, N, K, SPLIT, x_row, x_head, out_row, out_head,
+    SPLITS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, LINES: tl.constexpr, WHOLE: tl.constexpr, ORDERED: tl.constexpr, PTX: tl.constexpr,
+    INTERPRETED: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """A tile of weight rows times a tile of rows of x; a split of it if ``APART``, else all. ``SPLIT`` columns make a
+    split. The first ``LINES`` cache lines of each weight row are asked for before the kernel before has ended.
+    """
+    tiles = tl.cdiv(N, TILE)
+    head = tl.program_id(2).to(tl.int64)
+    if APART:
+        tile = tl.program_id(0)
+        split = tl.program_id(1)
+        row_tile = 0
+    else:
+        tile, row_tile = near_tiles(tl.program_id(0), tiles, tl.cdiv(M, ROWS))
+        split = 0
+    E4M3: tl.constexpr = values.dtype.element_ty == tl.uint8
+    n = tile * TILE + tl.arange(0, TILE)
+    m = row_tile * ROWS + tl.arange(0, ROWS)
+    at_weight = (head * N + tl.minimum(n, N - 1)) * K
+    at_row = tl.minimum(m, M - 1).to(tl.int64) * x_row + head * x_head
+    prefetch_rows(values, at_weight + split * SPLIT, LINES, PTX)
+    await_kernel_before(OVERLAPPED)
+    if E4M3:
+        scales += (head * tl.cdiv(N, _BLOCK) + tile * TILE // _BLOCK) * tl.cdiv(K, _BLOCK)
+    total = sum_products(
+        x, at_row, m < M, values, at_weight, scales, scales, split, SPLIT, K,
+        1 if APART else SPLITS, TILE, ROWS, STEP, STAGES, WHOLE, False, ORDERED, PTX, INTERPRETED,
+    )  # fmt: skip
+    last = True
+    if APART and SPLITS > 1:
+        of_all = head * tiles + tile
+        partial += of_all * (SPLITS * TILE * ROWS)
+        total, last = join_splits(total, partial, tickets + of_all, m < M, split, SPLITS, TILE, ROWS)
+    if last:
+        if E4M3:
+            total = from_operand_order(total, TILE, ROWS)
+        at_out = m.to(tl.int64)[:, None] * out_row + head * out_head + n[None, :]
+        tl.store(out + at_out, tl.trans(total).to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
