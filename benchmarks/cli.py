@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Report, load
-from protocol.errors import KvdError
+from protocol.command_line import Parser, run_command
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,21 @@ class Bench:
 
 BENCHES = [
     Bench("kernels", "benchmarks.kernels", "kernels by CUDA-graph replay, beside their floors"),
+    Bench("daemon", "benchmarks.daemon", "round trips, sessions, memory, start and scrape of the daemon"),
     Bench("lifecycle", "benchmarks.lifecycle", "barrier, save, restore and fork of sessions"),
+    Bench("prefix", "benchmarks.prefix", "the block store: look-ups, and put and get beside memcpy"),
+    Bench("pairs", "benchmarks.pairs", "complete requests, offloaded against resident, with and without drafts"),
+    Bench("sessions", "benchmarks.sessions", "many long sessions that decode at once, and each of them alone"),
+    Bench("serve", "benchmarks.serve", "a trace of requests to a server, and the same requests alone"),
+    Bench("decode", "benchmarks.decode", "a decode step of the whole model, and its floor"),
+    Bench("prefill", "benchmarks.prefill", "reading a long text, beside a chain of library products"),
     Bench("step", "benchmarks.step", "the attention side of a decode step, offloaded against resident"),
+    Bench("transformers", "benchmarks.transformers_memory", "VRAM of a history in kvd and in the library"),
+    Bench("encodings", "benchmarks.encodings", "how far row encodings err, on a CPU"),
+    Bench("plan", "benchmarks.plan_check", "what kvd plan expects of kept results, beside what they measured"),
+    Bench("report", "benchmarks.gather", "all kept results in one HTML and Markdown report"),
+    Bench("cache-sim", "benchmarks.cache_sim", "miss rates of replacement policies, on a CPU"),
+    Bench("prefix-engine", "benchmarks.prefix_engine", "first token after an engine was started again, with vLLM"),
     Bench("attach", "benchmarks.attach", "how long mapping and registering the host tier takes"),
 ]
 
@@ -34,23 +47,23 @@ BENCHES = [
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one bench; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="kvd-bench", description=__doc__)
+    parser = Parser(prog="kvd-bench", description=__doc__)
     subparsers = parser.add_subparsers(dest="bench", required=True)
     for bench in BENCHES:
         subparser = subparsers.add_parser(bench.name, help=bench.help)
         _add_common_arguments(subparser)
         if argv[:1] == [bench.name]:
             importlib.import_module(bench.module).configure(subparser)
-    arguments = parser.parse_args(argv)
-    module = next(bench.module for bench in BENCHES if bench.name == arguments.bench)
-    try:
+
+    def act() -> int:
+        arguments = parser.parse_args(argv)
+        module = next(bench.module for bench in BENCHES if bench.name == arguments.bench)
         report = importlib.import_module(module).run(arguments)
         if report is not None:
             _deliver(report, arguments)
-    except KvdError as error:
-        print(f"kvd-bench: {error}", file=sys.stderr)
-        return error.exit_status
-    return 0
+        return report.exit_status if report is not None else 0
+
+    return run_command("kvd-bench", act)
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser) -> None:

@@ -52,7 +52,8 @@ class Work:
     graph's own launch (some 6 µs) does not count. ``reset`` is called before each replay, untimed. ``check`` is called
     once after the last replay and raises if an output is wrong. ``torch`` is the same work done by torch, timed alike,
     if torch can do it. With ``without``, the figure is what ``launch`` takes beyond ``without``. ``floor`` is in the
-    case's unit. ``payload`` is the bytes of one run, and makes a figure in GB/s of a time.
+    case's unit. ``payload`` is the bytes of one run, and makes a figure in GB/s of a time. ``goal`` is that of a case
+    whose goal depends on the floors.
     """
 
     launch: Launch
@@ -63,6 +64,7 @@ class Work:
     check: Callable[[], object] | None = None
     torch: Launch | None = None
     without: Launch | None = None
+    goal: float | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def run_cases(cases: Iterable[Case], floors: Floors) -> Iterator[Row]:
             work.check()
         if work.without is not None:
             time -= graph_time(work.without, work.runs, reset=work.reset)
-        yield Row(case.name, _figure(time, case, work), case.unit, work.floor, case.baseline, case.goal)
+        goal = case.goal if work.goal is None else work.goal
+        yield Row(case.name, _figure(time, case, work), case.unit, work.floor, case.baseline, goal)
         if work.torch is not None:
             time = graph_time(work.torch, work.runs, reset=work.reset)
             yield Row(f"{case.name}, torch", _figure(time, case, work), case.unit, work.floor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import time
 from argparse import ArgumentParser, Namespace
 
 import torch
@@ -16,6 +17,7 @@ from benchmarks.report import Report
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
+    parser.add_argument("--seconds", type=float, metavar="S", help="begin no case after S seconds; those are named")
 
 
 def run(arguments: Namespace) -> Report | None:
@@ -27,7 +29,14 @@ def run(arguments: Namespace) -> Report | None:
     floors = measure_floors()
     settings = {"torch": torch.__version__, "triton": triton.__version__, "replays": REPLAYS, "only": arguments.only}
     report = Report("kernels", torch.cuda.get_device_name(), settings, floors.rows())
-    report.rows += run_cases(cases, floors)
+    started, left_out = time.monotonic(), []
+    for case in cases:
+        if arguments.seconds is not None and time.monotonic() - started > arguments.seconds:
+            left_out.append(case.name)
+        else:
+            report.rows += run_cases([case], floors)
+    if left_out:
+        report.settings = settings | {"left out": left_out}
     return report
 
 

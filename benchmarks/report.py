@@ -18,7 +18,7 @@ from protocol.errors import InvalidValue
 
 RESULTS = Path(__file__).parent / "results"
 
-_HIGHER_IS_BETTER = frozenset({"GB/s", "TB/s", "tokens/s"})
+_HIGHER_IS_BETTER = frozenset({"GB/s", "TB/s", "tokens/s", "1/s", "times the speed"})
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class Row:
 
 @dataclass
 class Report:
-    """All rows of one run of one bench. ``settings`` holds what the figures depend on: versions, sizes, repetitions."""
+    """All rows of one run of one bench. ``settings`` holds what the figures depend on: versions, sizes, repetitions.
+
+    ``exit_status`` is what the command ends with once the report is delivered.
+    """
 
     bench: str
     hardware: str
@@ -50,6 +53,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     commit: str = field(default_factory=lambda: current_commit())
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    exit_status: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return {

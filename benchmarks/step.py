@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.harness import Floors, measure_floors
 from benchmarks.report import Report, Row
-from benchmarks.step_world import FORMAT, GROUPS, SLOTS, STEPS, TOPK, WORKING_SET, History, Pages, draw
+from benchmarks.step_world import FORMAT, GROUPS, LOCALITY, SLOTS, STEPS, TOPK, WORKING_SET, History, Pages
 from compute.kernels.triton_support import await_kernel_before, launch_options
 from compute.step import OVERLAPS, AttentionStep, Overlap, StepShape
 from protocol.errors import InvalidValue
@@ -79,7 +79,7 @@ def _run_rows(history: History, rows: int, arguments: Namespace, floors: Floors,
     resident = Mode("resident", history, rows, None)
     offloaded = [Mode(overlap, history, rows, overlap) for overlap in arguments.variants]
     for percent, case in wanted.items():
-        selections, cached = draw(history.ring_first, rows, percent)
+        selections, cached = LOCALITY.draw(history.ring_first, rows, percent, torch.device("cuda"))
         history.fill_caches(cached)
         for mode in (resident, *offloaded):
             mode.selections.copy_(selections)

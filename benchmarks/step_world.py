@@ -1,9 +1,6 @@
 """A long history of GLM-5.3 twice over, in VRAM and in registered host RAM, and the selections that steps make of it.
 
-Synthetic: rows are random bytes with finite scales, and selections are drawn, not scored, since the scores of random
-keys jump about. Each index group has a working set, of which most of a selection is drawn; the misses are positions
-that no cache holds, uniform over the history, which then replace the oldest of the working set. The query rows of a
-step share nine tenths of their selections.
+Synthetic: rows are random bytes with finite scales, and selections are drawn, not scored (see `benchmarks.locality`).
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.host_memory import registered
+from benchmarks.locality import Locality
 from compute.kernels.state import NO_RING, GroupCache, PageMap
 from protocol.layout import PAGE_TOKENS, Q8G64, PageFormat
 from protocol.model import GLM_5_3
@@ -24,8 +22,7 @@ WORKING_SET = 16_384
 STEPS = 64
 """Steps whose selections are prepared; their misses fit the history once."""
 RING_PAGES = 8
-SHARED = 0.9
-"""Part of a selection that all query rows of a step have."""
+LOCALITY = Locality(GROUPS, TOPK, SLOTS, WORKING_SET, STEPS)
 
 _DEVICE = torch.device("cuda")
 _COPIED = 512  # pages
@@ -35,7 +32,7 @@ _KEY_BLOCK = Q8G64.keys.block_bytes
 class Pages:
     """``count`` pages of random rows in VRAM, the same in host RAM, and as many blocks of index keys per group."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, on_host: bool = True) -> None:
         self.count = count
         self.vram = torch.empty((count, FORMAT.stride), dtype=torch.uint8, device=_DEVICE)
         torch.manual_seed(0)
@@ -51,6 +48,8 @@ class Pages:
         words = self.key_blocks.view(torch.int32)
         words[:, : Q8G64.keys.scales_offset // 4].bitwise_and_(0xBFBFBFBF - (1 << 32))  # e4m3 below 2
         words.view(torch.float32)[:, Q8G64.keys.scales_offset // 4 :].uniform_(0.005, 0.015)
+        if not on_host:
+            return
         self.host = registered(count * FORMAT.stride).view(count, FORMAT.stride)
         for first in range(0, count, _COPIED):
             part = slice(first, first + _COPIED)
@@ -118,51 +117,6 @@ class History:
         """Misses, duplicates included, and entries looked up, since `reset`."""
         hits, misses, ring_hits, duplicates = torch.stack([cache.counters for cache in self.caches]).sum(0).tolist()
         return misses + duplicates, hits + misses + ring_hits + duplicates
-
-
-def draw(positions: int, rows: int, percent: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Selections int32 [STEPS, GROUPS, rows, TOPK] of positions below ``positions``, and what the slots hold before.
-
-    The latter is int64 [GROUPS, SLOTS], in the order in which a cursor from slot 0 on evicts it: strangers first, then
-    the working set, its oldest first. ``percent`` of each row's selection is in no slot by then.
-    """
-    generator = torch.Generator(_DEVICE).manual_seed(seed)
-
-    def shuffled(count: int) -> Tensor:
-        return torch.rand((GROUPS, count), generator=generator, device=_DEVICE).argsort(dim=1)
-
-    order = shuffled(positions)
-    working = order[:, :WORKING_SET].clone()
-    strangers = order[:, WORKING_SET:SLOTS]
-    fresh = torch.cat((order[:, SLOTS:], strangers), dim=1)
-    cached = torch.cat((strangers, working), dim=1)
-
-    misses = round(TOPK * percent / 100)
-    shared = TOPK if rows == 1 else round(SHARED * TOPK)
-    shared_misses = round(misses * shared / TOPK)
-    own_misses = misses - shared_misses
-    shared_hits, own_hits = shared - shared_misses, TOPK - shared - own_misses
-    new = shared_misses + rows * own_misses
-    assert new * STEPS <= fresh.shape[1], f"{new * STEPS} misses of {fresh.shape[1]} positions"
-    steps = []
-    for step in range(STEPS):
-        hits = working.gather(1, shuffled(WORKING_SET)[:, : shared_hits + rows * own_hits])
-        missed = fresh[:, step * new : (step + 1) * new]
-        picked = [
-            torch.cat(
-                (
-                    hits[:, :shared_hits],
-                    missed[:, :shared_misses],
-                    hits[:, shared_hits + row * own_hits :][:, :own_hits],
-                    missed[:, shared_misses + row * own_misses :][:, :own_misses],
-                ),
-                dim=1,
-            )
-            for row in range(rows)
-        ]
-        steps.append(torch.stack(picked, dim=1).sort(dim=2)[0].int())
-        working[:, (step * new + torch.arange(new, device=_DEVICE)) % WORKING_SET] = missed
-    return torch.stack(steps), cached
 
 
 def _state(cache: GroupCache) -> list[Tensor]:
