@@ -38,7 +38,7 @@ def make(rows: int = 300, tokens: int = 310, *, seed: int = 0, name: str = "s", 
     """A whole saved session with random content, as the daemon writes it."""
     source = random.Random(seed)
     state = SessionContent(
-        rows, source.randbytes(4 * tokens), source.randbytes(64 if rows else 0), source.randbytes(24)
+        rows, tokens, source.randbytes(4 * tokens), source.randbytes(64 if rows else 0), source.randbytes(24)
     )
     header = SavedHeader(
         0, 5000, 4096, 64, 3, rows, tokens, len(state.commit), len(state.sampler), 0, "q8g64", bytes(range(32)), name
@@ -59,6 +59,21 @@ def read(data: bytes, pool: ThreadPoolExecutor) -> tuple[SavedHeader, SessionCon
         places: list[Place] = [(memory, page * stride) for page in range(saved.header.page_count)]
         saved.read_pages(places, pool, threading.Event(), lambda _done, _total: None)
         return saved.header, saved.content, os.pread(memory, saved.header.page_count * stride + 1, 0)
+
+
+def read_page_by_page(data: bytes, pool: ThreadPoolExecutor, step: int = 2) -> list[bytes]:
+    """What a lazy restore makes of a file's pages: bytes 0xEE for those that are refused. Raises what it raises."""
+    with in_memory(data) as fd, in_memory() as memory:
+        saved = SavedFile(fd, "file")
+        count, stride = saved.header.page_count, saved.header.page_stride
+        os.pwrite(memory, b"\xee" * (count * stride), 0)
+        bad: list[int] = []
+        for first in range(0, count, step):
+            places: list[Place] = [(memory, page * stride) for page in range(first, min(first + step, count))]
+            bad += saved.read_some(first, places, pool, threading.Event())
+        pages = [os.pread(memory, stride, page * stride) for page in range(count)]
+        assert bad == [page for page in range(count) if pages[page] == b"\xee" * stride], "a refused page was written"
+        return pages
 
 
 class Parts:

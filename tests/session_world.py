@@ -18,7 +18,8 @@ from kvd.peers import Process, peer_of_socket
 from kvd.sessions.forks import Forks
 from kvd.sessions.registry import Sessions
 from kvd.sessions.session import HOST_TIER, Session
-from kvd.tiers.host_ram import HostRam, frame_extent
+from kvd.tiers.extent import frame_extent
+from kvd.tiers.host_ram import HostRam
 from protocol.handles import LeaseRef
 from protocol.messages import (
     CloseSession,
@@ -64,6 +65,7 @@ class SessionWorld:
     def fork(self, source: Session, rows: int, name: str, lease: Lease | None = None) -> Session:
         request = ForkSession(1, NOBODY, source.number, source.header.generation, rows, name)
         self.forks.fork(lease or self.first, request)
+        self.sessions.frames.settle()  # as the server does when it has answered
         return self.session(name)
 
     def truncate(self, session: Session, pages: int) -> None:

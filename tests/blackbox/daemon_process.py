@@ -17,18 +17,24 @@ from kvd.control import ask_stats
 from protocol.errors import DaemonUnavailable
 from protocol.stats import NodeStats
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 100.0
 
 
 class DaemonProcess:
-    """``kvd run`` with ``settings`` (``host_capacity="64MiB"`` becomes a flag), ended with the ``with`` block."""
+    """``kvd run`` with ``settings`` (``host_capacity="64MiB"`` becomes a flag), ended with the ``with`` block.
 
-    def __init__(self, run_dir: Path, command: Sequence[str] = (sys.executable, "-m", "kvd"), /, **settings: str):
+    None leaves one of its small sizes to a file.
+    """
+
+    def __init__(
+        self, run_dir: Path, command: Sequence[str] = (sys.executable, "-m", "kvd"), /, **settings: str | None
+    ):
         self.run_dir = run_dir
         self._log_path = run_dir.parent / f"{run_dir.name}.log"
         sizes = {"device": "cpu", "host_capacity": "64MiB", "host_extent": "4MiB", "vram_capacity": "64MiB"}
         flags = {"run_dir": str(run_dir), "log_format": "json", **sizes, **settings}
-        arguments = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)]
+        given = {name: value for name, value in flags.items() if value is not None}
+        arguments = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
         with self._log_path.open("wb") as output:
             self.process = subprocess.Popen([*command, "run", *arguments], stderr=output, env=clean_environment())
 
@@ -86,9 +92,9 @@ class DaemonProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        if error is not None:
+        if error is not None and self._log_path.exists():
             sys.stderr.write(self.log)
-        self._log_path.unlink()
+        self._log_path.unlink(missing_ok=True)  # the next one in the same directory has the same
 
 
 def clean_environment() -> dict[str, str]:

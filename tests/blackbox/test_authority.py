@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from protocol import messages
+from protocol.block_messages import NO_LEASE
 from protocol.handles import DeviceMemory, LeaseRef
 from protocol.messages import DeviceAllocated, Done, ErrorReply, HandedOver, Reply, Request, SessionOpened
 from tests.blackbox.daemon_process import DaemonProcess
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run pe
 
 UIDS = (65534, 65533, 65532)
 SAVED = ("save_session", "restore_session", "list_saved", "remove_saved")
+KEY = bytes(range(32))
 OPERATOR = {cls.__struct_config__.tag for cls in get_args(messages.OperatorRequest)}
 PERMITTED = {"hello", "stat"}
 """Verbs that name nobody's things."""
@@ -35,12 +37,14 @@ OF_OTHERS = [verb for verb in ALL_VERBS if verb not in PERMITTED]
 
 @dataclass
 class Owner:
-    """A peer, and what it owns: a session that it holds, a stored one, and VRAM."""
+    """A peer, and what it owns: a session that it holds, a stored one, VRAM, and blocks that it is writing."""
 
     peer: UidPeer
     held: SessionOpened
     stored: str
     memory: DeviceMemory
+    space: int
+    hold: int
 
 
 def request(verb: str, asker: UidPeer, lease: LeaseRef, of: Owner) -> Request:
@@ -51,8 +55,12 @@ def request(verb: str, asker: UidPeer, lease: LeaseRef, of: Owner) -> Request:
         "drain": lambda: messages.Drain(seq, False),
         "revoke_lease": lambda: messages.RevokeLease(seq, of.peer.lease.number),
         "end_session": lambda: messages.EndSession(seq, of.peer.uid, of.stored),
+        "resize": lambda: messages.Resize(seq, "host.capacity", 1 << 26),
+        "reload_report": lambda: messages.ReloadReport(seq),
         "create_session": lambda: messages.CreateSession(seq, lease, new, FINGERPRINT, "q8g64", 4096, 64, 0),
         "open_session": lambda: messages.OpenSession(seq, lease, of.stored, FINGERPRINT, "q8g64"),
+        "fetch_pages": lambda: messages.FetchPages(seq, lease, session, generation, 0, 1),
+        "view_session": lambda: messages.ViewSession(seq, lease, session, generation),
         "reattach_session": lambda: messages.ReattachSession(seq, lease, f"held-{of.peer.uid}"),
         "extend_session": lambda: messages.ExtendSession(seq, lease, session, generation, 1),
         "truncate_session": lambda: messages.TruncateSession(seq, lease, session, generation, 0),
@@ -61,6 +69,13 @@ def request(verb: str, asker: UidPeer, lease: LeaseRef, of: Owner) -> Request:
         "fork_session": lambda: messages.ForkSession(seq, lease, session, generation, 0, new),
         "find_prefix": lambda: messages.FindPrefix(seq, lease, FINGERPRINT, "q8g64", [bytes(32)]),
         "allocate_device": lambda: messages.AllocateDevice(seq, lease, "cpu", 1, "ring", session),
+        "open_blocks": lambda: messages.OpenBlocks(seq, lease, FINGERPRINT, 4096, of.peer.lease),
+        "map_blocks": lambda: messages.MapBlocks(seq, lease, of.space),
+        "find_blocks": lambda: messages.FindBlocks(seq, lease, of.space, KEY),
+        "pin_blocks": lambda: messages.PinBlocks(seq, lease, of.space, KEY, 0),
+        "reserve_blocks": lambda: messages.ReserveBlocks(seq, lease, of.space, bytes(32)),
+        "publish_blocks": lambda: messages.PublishBlocks(seq, lease, of.hold, b""),
+        "release_blocks": lambda: messages.ReleaseBlocks(seq, lease, of.hold),
         "free_device": lambda: messages.FreeDevice(seq, lease, of.memory.handle),
         "save_session": lambda: messages.SaveSession(seq, of.stored),
         "restore_session": lambda: messages.RestoreSession(seq, of.stored, b"", ""),
@@ -95,7 +110,11 @@ def owners(open_daemon: DaemonProcess) -> Iterator[list[Owner]]:
             held = create(peer, f"held-{uid}")
             allocated = peer.ask(messages.AllocateDevice(peer.next_seq(), peer.lease, "cpu", 1, "ring"))
             assert isinstance(allocated, DeviceAllocated)
-            found.append(Owner(peer, held, f"stored-{uid}", allocated.memory))
+            opened = peer.ask(messages.OpenBlocks(peer.next_seq(), peer.lease, FINGERPRINT, 4096, NO_LEASE))
+            assert isinstance(opened, messages.BlocksOpened)
+            reserved = peer.ask(messages.ReserveBlocks(peer.next_seq(), peer.lease, opened.space, KEY))
+            assert isinstance(reserved, messages.BlocksReserved)
+            found.append(Owner(peer, held, f"stored-{uid}", allocated.memory, opened.space, reserved.hold))
         yield found
 
 
@@ -158,8 +177,12 @@ def _ask_for_anothers(daemon: DaemonProcess, asker: Owner, owner: Owner, verb: s
         found = asker.peer.ask(message)
         assert isinstance(found, messages.PrefixFound)
         assert found.session == 0
+    elif verb == "open_blocks":  # of one's own, and the lease of another that is named with it is passed over
+        before = daemon.stat().blocks
+        assert isinstance(asker.peer.ask(message), messages.BlocksOpened)
+        assert daemon.stat().blocks == before
     elif verb != "create_session":  # one of one's own under one's own lease is everybody's right
-        refused(daemon, lambda: asker.peer.ask(message), "unknown_session", "unknown_handle")
+        refused(daemon, lambda: asker.peer.ask(message), "unknown_session", "unknown_handle", "unknown_blocks")
 
 
 def test_grants_of_others_and_invented_ones(open_daemon: DaemonProcess, owners: list[Owner]) -> None:
@@ -202,6 +225,10 @@ def test_what_is_ones_own_is_granted_once(open_daemon: DaemonProcess, owners: li
             "open_session",
             "allocate_device",
             "free_device",
+            "open_blocks",
+            "publish_blocks",
+            "find_blocks",
+            "pin_blocks",
             "close_session",
         ):
             reply = peer.ask(request(verb, peer, peer.lease, owner))

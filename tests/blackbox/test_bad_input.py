@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -91,9 +92,9 @@ def test_several_frames_are_refused(daemon: DaemonProcess, peer: RawPeer) -> Non
 
 def test_hello_comes_first_and_in_a_known_version(daemon: DaemonProcess) -> None:
     with RawPeer(daemon.run_dir, greet=False) as raw:
-        assert refuse(daemon, lambda: raw.ask(Stat(1)), "unsupported_version").facts["supported"] == "1.0 to 1.1"
+        assert refuse(daemon, lambda: raw.ask(Stat(1)), "unsupported_version").facts["supported"] == "1.0 to 1.3"
         reply = refuse(daemon, lambda: raw.ask(Hello(1, 99, 0, "future")), "unsupported_version")
-        assert reply.facts == {"asked": "99.0", "supported": "1.0 to 1.1"}
+        assert reply.facts == {"asked": "99.0", "supported": "1.0 to 1.3"}
         refuse(daemon, lambda: raw.ask(Stat(2)), "unsupported_version")
         refuse(daemon, lambda: raw.ask_handle(LeaseOpen(2, 0, "future"))[0], "unsupported_version")
         refuse(daemon, lambda: raw.ask_handle(LeaseOpen(1, 0, "a\nb"))[0], "invalid_value")
@@ -171,7 +172,7 @@ REFUSED_REQUESTS = {
     "unknown name": (lambda peer: OpenSession(peer.next_seq(), peer.lease, "?", b"", ""), "unknown_session"),
     "unknown handle": (lambda peer: FreeDevice(peer.next_seq(), peer.lease, 1), "unknown_handle"),
     "unknown lease": (
-        lambda peer: FreeDevice(peer.next_seq(), LeaseRef(peer.lease.epoch, 99), 1),
+        lambda peer: FreeDevice(peer.next_seq(), LeaseRef(peer.lease.epoch, 10**6), 1),
         "unknown_lease",
     ),
     "stale epoch": (lambda peer: FreeDevice(peer.next_seq(), LeaseRef(1, peer.lease.number), 1), "stale_epoch"),
@@ -337,3 +338,16 @@ def _send_for_ever(connection: socket.socket) -> None:
 
 def _resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def test_no_answer_to_a_quick_client_is_lost(daemon: DaemonProcess) -> None:
+    """Each request comes soon after the one before is answered, as many as fill every queue."""
+    for attempt in range(60):
+        with RawPeer(daemon.run_dir) as peer:
+            for _ in range(40):
+                reply = peer.ask(FreeDevice(peer.next_seq(), LeaseRef(peer.lease.epoch, 10**6), 1))
+                assert isinstance(reply, ErrorReply)
+                assert reply.code == "unknown_lease"
+                pause = time.perf_counter() + (attempt % 30) * 5e-6
+                while time.perf_counter() < pause:
+                    pass

@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from compute.client import Client
+from protocol.stats import NodeStats
 from tests.blackbox.daemon_process import DaemonProcess
+from tests.leaks import orphans_expected
 
 pytestmark = pytest.mark.gpu
 
@@ -83,3 +86,56 @@ def test_killed_worker_gives_vram_back(cuda_daemon: DaemonProcess) -> None:
     tier = next(tier for tier in cuda_daemon.stat().tiers if tier.tier == f"vram:{uuid}")
     assert (tier.requested, tier.committed, tier.quarantined) == (0, 0, 0)
     assert [session.state for session in cuda_daemon.stat().sessions] == ["stored"]
+
+
+def test_a_living_worker_hands_its_vram_to_the_next_daemon(run_dir: Path) -> None:
+    """The daemon is killed under a worker that decodes by recorded steps; the next one has all of it on its books."""
+    settings = {"device": "cuda", "host_capacity": "1GiB", "host_extent": "64MiB", "vram_capacity": "8GiB"}
+    arguments = ["generate", "--run-dir", str(run_dir), "--device", "cuda", "--tokens", "100000"]
+    arguments += ["--on-daemon-loss", "wait", "--daemon-timeout", "60"]
+    with orphans_expected(), ExitStack() as stack:
+        first = stack.enter_context(DaemonProcess(run_dir, drain_timeout_s="0", **settings)).wait_ready()
+        worker = subprocess.Popen([sys.executable, "-m", "compute.cli", *arguments], stderr=subprocess.DEVNULL)
+        stack.callback(worker.wait)
+        stack.callback(worker.kill)
+        wait_for(first, lambda stats: any(session.logical_rows > 64 for session in stats.sessions), worker)
+        before = first.stat()
+        first.process.kill()
+        first.process.wait()
+        second = stack.enter_context(DaemonProcess(run_dir, drain_timeout_s="0", **settings)).wait_ready()
+        pages = before.sessions[0].pages
+
+        def goes_on(stats: NodeStats) -> bool:
+            return bool(stats.sessions) and stats.sessions[0].pages > pages and stats.sessions[0].lease > 0
+
+        wait_for(second, goes_on, worker)
+        after = second.stat()
+        assert after.ledger == "balanced"
+        assert after.sessions[0].session == before.sessions[0].session
+        kept = [vram_purposes(stats) for stats in (before, after)]
+        assert {name: kept[1].get(name) for name in ("hot_cache", "ring", "tables")} == {
+            name: kept[0].get(name) for name in ("hot_cache", "ring", "tables")
+        }
+        assert kept[1]["index_keys"] >= kept[0]["index_keys"] > 0
+        worker.kill()
+        worker.wait()
+        wait_for(second, lambda stats: not stats.leases and not sum(vram_purposes(stats).values()))
+        assert [session.state for session in second.stat().sessions] == ["stored"]
+        assert second.stat().ledger == "balanced"
+
+
+def vram_purposes(stats: NodeStats) -> dict[str, int]:
+    """Committed bytes of VRAM by purpose."""
+    [tier] = [tier for tier in stats.tiers if tier.tier.startswith("vram:")]
+    return {purpose.purpose: purpose.committed for purpose in tier.purposes}
+
+
+def wait_for(
+    daemon: DaemonProcess, is_so: Callable[[NodeStats], bool], worker: subprocess.Popen[bytes] | None = None
+) -> None:
+    """Until the daemon says so; fails after a minute, or when the worker ends."""
+    deadline = time.monotonic() + 60
+    while not is_so(daemon.stat()):
+        assert worker is None or worker.poll() is None, "the worker ended by itself"
+        assert time.monotonic() < deadline, daemon.stat()
+        time.sleep(0.05)

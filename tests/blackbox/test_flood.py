@@ -22,16 +22,18 @@ ATTEMPTS = 10_000
 FILES = 2048
 
 FLOOD = f"""
-import os, resource, socket, sys
+import os, resource, socket, sys, time
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-path, kind, uid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+path, (kind, uid, wanted) = sys.argv[1], map(int, sys.argv[2:])
 if uid:
     os.setgroups([])
     os.setgid(uid)
     os.setuid(uid)
 held = []
-for _ in range({ATTEMPTS}):
+attempts, end = 0, time.monotonic() + 60
+while attempts < {ATTEMPTS} or (len(held) < wanted and time.monotonic() < end):
+    attempts += 1
     connection = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
     try:
         connection.connect(path)
@@ -65,9 +67,12 @@ def daemon(run_dir: Path) -> Iterator[DaemonProcess]:
 
 
 @contextmanager
-def flood(path: Path, kind: int, uid: int = 0) -> Iterator[int]:
-    """Ten thousand attempts, over when this is entered; those that were connected stay so. Gives their number."""
-    arguments = [sys.executable, "-c", FLOOD, str(path), str(kind), str(uid)]
+def flood(path: Path, kind: int, uid: int = 0, wanted: int = 0) -> Iterator[int]:
+    """Ten thousand attempts, and more until ``wanted`` are connected, over when this is entered.
+
+    Those that were connected stay so. Gives their number.
+    """
+    arguments = [sys.executable, "-c", FLOOD, str(path), *map(str, (kind, uid, wanted))]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -83,7 +88,7 @@ def flood(path: Path, kind: int, uid: int = 0) -> Iterator[int]:
 def test_case_24_flood_of_the_control_socket(daemon: DaemonProcess) -> None:
     with WorkerProcess(daemon.run_dir, "committed") as worker, Control(daemon.run_dir, "before") as before:
         for _ in range(2):
-            with flood(daemon.run_dir / "kvd.sock", 1) as held:
+            with flood(daemon.run_dir / "kvd.sock", 1, wanted=FILES + 1) as held:
                 assert held > FILES, "or it was no flood"
                 assert daemon.process.poll() is None
                 stats = before.stats()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from compute.histories import HistorySettings
 from compute.history import History
-from compute.worker import HistorySettings, Worker
+from compute.worker import Worker
 from protocol.errors import StaleGeneration, UnknownSession
 from protocol.layout import Q8G64
 from protocol.model import DEMO
@@ -116,6 +117,23 @@ def test_a_prefix_is_found_by_its_tokens_and_reused(worker: Worker, source: Hist
     assert whole is not None
     assert whole.length == 192, "one token is left to be appended"
     whole.close()
+
+
+def test_a_prefix_with_too_little_room_is_not_restored(
+    worker: Worker, source: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is taken to the device, and nothing of it is left."""
+    before = worker.stat()
+    with monkeypatch.context() as patched:
+        patched.setattr(History, "restore", lambda *_: pytest.fail("restored to be closed"))
+        too_many = source.max_tokens + 1
+        assert worker.fork_prefix(named("found"), prompt(300), least_tokens=too_many) is None
+    after = worker.stat()
+    assert [session.name for session in after.sessions] == [session.name for session in before.sessions]
+    assert [tier.requested for tier in after.tiers] == [tier.requested for tier in before.tiers]
+    found = worker.fork_prefix(named("found"), prompt(300), least_tokens=source.max_tokens)
+    assert found is not None
+    found.close()
 
 
 def test_case_03_a_fork_is_closed_once(worker: Worker, source: History) -> None:

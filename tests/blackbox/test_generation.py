@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from compute.histories import HistorySettings, Mode
 from compute.history import History
-from compute.worker import HistorySettings, Mode, Worker
+from compute.worker import Worker
 from protocol.errors import InvalidValue, OutOfCapacity
-from protocol.layout import Q8G64
+from protocol.layout import F32, FP8_DS_MLA, Q8G64, Encoding
 from protocol.model import DEMO
+from protocol.stats import LeaseStats
 
 pytestmark = pytest.mark.leaks_per_module
 
@@ -95,6 +98,16 @@ def test_prompt_of_4097_tokens_is_bit_equal(worker: Worker, resident: Resident) 
     assert counters["copybacks"] == (4097 + TOKENS) // 64
 
 
+@pytest.mark.parametrize("encoding", [FP8_DS_MLA, F32], ids=lambda encoding: encoding.name)
+def test_other_encodings_are_bit_equal_too(module_daemon: Path, resident: Resident, encoding: Encoding) -> None:
+    with Worker(module_daemon, "cpu", CONFIG, encoding, seed=3) as other:
+        truth = generate(other, "resident", prompt(700), 40)[:2]
+        *output, counters = generate(other, "offloaded", prompt(700), 40)
+    assert tuple(output) == truth
+    assert counters["misses"] > 0
+    assert truth[1] != resident(700)[1], "another encoding gives other bits"
+
+
 def test_a_corrupted_row_changes_the_bits(worker: Worker) -> None:
     tokens = prompt(700)
     truth = generate(worker, "offloaded", tokens, 32)[1]
@@ -167,6 +180,26 @@ def test_stat_shows_what_workers_counted_together(worker: Worker) -> None:
     second = history.counters()
     assert published() == {name: first[name] + second[name] for name in published()}
     history.close()
+
+
+def test_the_daemon_hears_of_the_gaps_between_tokens(worker: Worker) -> None:
+    def gaps() -> LeaseStats:
+        [lease] = [lease for lease in worker.stat().leases if lease.lease == worker.client.lease.number]
+        return lease
+
+    before = gaps()
+    assert (before.device, before.torch_reserved, before.context) == ("cpu", 0, 0)
+    history = worker.history(HistorySettings("resident", 512, name="gaps"))
+    hidden = worker.prefill(history, prompt(64), 64)
+    started = time.monotonic()
+    tokens = list(worker.decode(history, hidden, 20))
+    took = time.monotonic() - started
+    history.close()
+    after = gaps()
+    assert after.token_gaps - before.token_gaps == len(tokens) - 1
+    assert 0.5 * took < after.token_gap_s - before.token_gap_s < took
+    assert 0 < after.gap_p50_s <= after.gap_p99_s
+    assert took / 19 <= after.longest_gap_s
 
 
 def test_ledger_returns_to_where_it_was(worker: Worker) -> None:

@@ -23,6 +23,7 @@ import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.samples import Sample
 
+from compute.block_store import BlockStore
 from compute.client import Client
 from kvd.metrics.exporter import WORKER_COUNTERS
 from protocol.errors import KvdError, OutOfCapacity
@@ -214,9 +215,11 @@ def test_probes_while_draining(run_dir: Path) -> None:
 def test_probes_before_it_serves(run_dir: Path) -> None:
     settings = {"host_capacity": "1GiB", "host_extent": "8MiB", "metrics_listen": f"unix:{run_dir}/metrics.sock"}
     with DaemonProcess(run_dir, drain_timeout_s="0", **settings) as process:
-        while not (run_dir / "metrics.sock").exists():
-            time.sleep(0.001)
-        assert get(run_dir, "/healthz") == (200, "starting\n")
+        listening = False
+        while not listening:  # the socket's file is there a moment before anybody listens at it
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                assert get(run_dir, "/healthz") == (200, "starting\n")
+                listening = True
         assert get(run_dir, "/readyz") == (503, "starting: host RAM is being taken\n")
         assert get(run_dir, "/metrics")[0] == 503
         process.wait_ready()
@@ -278,6 +281,22 @@ def test_clients_that_hang_hold_up_neither_the_loop_nor_others(daemon: DaemonPro
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert status == 200
+
+
+def test_blocks_are_counted_exactly(daemon: DaemonProcess) -> None:
+    keys = [number.to_bytes(32, "little") for number in range(7)]
+    with BlockStore(daemon.run_dir, fingerprint=bytes(32), block_bytes=8192, timeout_s=20) as store:
+        with store.reserve(keys[:5]) as reserved:
+            reserved.publish(keys[:4])
+        assert store.find(keys) == 4
+        with store.pin(keys), store.reserve(keys[5:6]):
+            samples = scrape(daemon.run_dir)
+    for state, count in {"stored": 4, "pinned": 4, "writing": 1, "on_disk": 0}.items():
+        assert value(samples, "kvd_blocks", state=state) == count
+    counts = {"looked_up": 7, "found": 4, "loaded": 4, "published": 4, "abandoned": 1, "evicted": 0}
+    for what, count in counts.items():
+        assert value(samples, f"kvd_blocks_{what}_total") == count
+    assert value(samples, "kvd_block_reservations_refused_total") == 0
 
 
 def test_snapshots_are_shared_by_those_who_ask_at_once(daemon: DaemonProcess) -> None:
@@ -342,6 +361,8 @@ def exported() -> Iterator[list[Sample]]:
         with WorkerProcess(run_dir, "committed"), Client(run_dir) as client:
             with pytest.raises(OutOfCapacity):
                 client.allocate_device("cpu", 1 << 40, "ring")
+            assert client.report is not None
+            client.report.memory("cpu", 0, 0)
             yield scrape(run_dir)
         assert process.stop() == 0
     shutil.rmtree(run_dir)
@@ -365,7 +386,7 @@ def test_every_query_finds_what_it_asks_for(exported: list[Sample], expression: 
             }
             matching = [sample for sample in matching if tests[operator](sample.labels[label])]
         assert matching, f"{name}{{{matchers}}} finds nothing"
-        needs_window = name.endswith("_total") or f"deriv({name}" in expression
+        needs_window = name.endswith(("_total", "_bucket")) or f"deriv({name}" in expression
         assert bool(window) == needs_window, f"{name}: a counter is only good as a rate, a gauge is not one"
     labels = {label for sample in exported for label in sample.labels if sample.name in {s[0] for s in selectors}}
     for grouping in re.findall(r"\b(?:by|on|group_left) \(([^)]*)\)", expression):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compute.worker import HistorySettings, Worker
-from kvd.commands.footprint import Footprint
+from compute.histories import HistorySettings
+from compute.worker import Worker
+from kvd.planning.footprint import Footprint
 from protocol.layout import Q8G64
 from protocol.model import DEMO
 from tests.blackbox.daemon_process import DaemonProcess

@@ -7,14 +7,16 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from compute.client import Client
+from kvd.control import Control
 from protocol.daemon_block import read_daemon_block
-from protocol.errors import OutOfCapacity, SavedRefused, SessionExists
-from protocol.messages import SessionOpened
+from protocol.errors import Draining, OsFailure, OutOfCapacity, SavedRefused, SessionExists
+from protocol.messages import Done, EndSession, SessionOpened
 from protocol.session_state import WorkerBlock, WorkerBlockLayout, unpack_frame
 from tests.blackbox.daemon_process import DaemonProcess
 from tests.blackbox.test_saving import kvd
@@ -159,6 +161,37 @@ def test_drain_and_save_then_start_and_go_on(run_dir: Path) -> None:
                 client.save_session(name)
                 assert content(run_dir, name) == [f"{name} {page}" for page in range(PAGES)]
         assert process.stop() == 0
+
+
+def test_a_drain_that_cannot_save_a_session_names_it_and_loses_nothing(run_dir: Path) -> None:
+    """Each time another one does not fit the disk; the command says so, and the daemon goes on until there is room."""
+    settings = {"drain_timeout_s": "0.2", "disk_state_dir": str(run_dir / "state"), "disk_capacity": "18MiB"}
+    with DaemonProcess(run_dir, **settings) as process:
+        process.wait_ready()
+        with Writer(run_dir) as client:
+            client.store("small", 4)
+            client.store("large", 16)
+            before = [session.name for session in process.stat().sessions]
+            refused = kvd(process, "drain", "--save")
+            assert refused.returncode == OsFailure.exit_status
+            assert "goes on, and nothing is lost: 1 sessions could not be saved: large" in refused.stderr
+            stats = process.stat()
+            assert (stats.draining, [session.name for session in stats.sessions]) == (True, before)
+            assert stats.drain_failure == "1 sessions could not be saved: large"
+            assert stats.ledger == "balanced"
+            assert not list((run_dir / "state").iterdir()), "what is in memory goes on: no copy of it is left"
+            assert "out_of_capacity" in process.log, "the log says why"
+            with pytest.raises(Draining):
+                client.open_session("large", fingerprint=PRINT, encoding="q8g64")
+        with Control(run_dir, "test") as control:
+            control.ask(partial(EndSession, uid=os.getuid(), name="small"), Done)
+        again = kvd(process, "drain", "--save")
+        assert again.returncode == 0, again.stderr
+        assert process.wait() == 0
+    with DaemonProcess(run_dir, **settings) as process, Writer(process.wait_ready().run_dir) as client:
+        opened = client.open_session("large", fingerprint=PRINT, encoding="q8g64")
+        client.close_session(opened.session, opened.generation)
+        assert process.stat().sessions == []
 
 
 def test_the_daemon_answers_while_it_saves(daemon: DaemonProcess) -> None:

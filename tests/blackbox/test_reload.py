@@ -46,15 +46,13 @@ def events(process: DaemonProcess, name: str) -> list[dict[str, Any]]:
 
 def test_reload_takes_up_what_may_change(run_dir: Path, manager: Manager) -> None:
     file = run_dir / "kvd.toml"
-    file.write_text('limits.max_leases = 1\ndrain_timeout_s = 0\nhost.state_capacity = "16MiB"\n')
+    file.write_text('limits.max_leases = 1\ndrain_timeout_s = 0\nsocket.mode = "0600"\n')
     with DaemonProcess(run_dir / "run", config=str(file)) as process:
         manager.wait_for("READY=1")
         with Client(process.run_dir):
             with pytest.raises(InvalidValue, match=r"limits\.max_leases"):
                 Client(process.run_dir)
-            file.write_text(
-                'limits.max_leases = 2\ndrain_timeout_s = 0\nhost.state_capacity = "32MiB"\nlog.level = "debug"\n'
-            )
+            file.write_text('limits.max_leases = 2\ndrain_timeout_s = 0\nsocket.mode = "0660"\nlog.level = "debug"\n')
             before = time.monotonic_ns() // 1000
             process.process.send_signal(signal.SIGHUP)
             reloading = manager.wait_for("RELOADING=1\nMONOTONIC_USEC=")
@@ -64,8 +62,8 @@ def test_reload_takes_up_what_may_change(run_dir: Path, manager: Manager) -> Non
                 pass
         [done] = events(process, "settings reloaded")
         assert done["changed"] == {"limits.max_leases": "1 → 2", "log.level": '"info" → "debug"'}
-        [refused] = events(process, "settings that need a restart stay as they were")
-        assert refused["refused"] == {"host.state_capacity": '"16MiB" → "32MiB"'}
+        [refused] = events(process, "settings that stay as they were")
+        assert refused["refused"] == {"socket.mode": '"0600" → "0660": it needs a restart'}
         assert process.stop() == 0
 
 

@@ -5,29 +5,37 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from compute.client import Client
+from protocol import messages
 from protocol.daemon_block import read_daemon_block
 from protocol.errors import DaemonUnavailable, KvdError, SessionBusy
 from protocol.handles import LeaseRef
 from protocol.messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     AllocateDevice,
     CloseSession,
     CreateSession,
     DetachSession,
     ErrorReply,
     ExtendSession,
+    FetchPages,
+    FindPrefix,
     ForkSession,
     FreeDevice,
     Hello,
+    LeaseRequest,
     OpenSession,
     ReattachSession,
     Request,
     SessionOpened,
     TruncateSession,
+    ViewSession,
     Welcome,
 )
 from tests.blackbox.daemon_process import DaemonProcess
@@ -227,6 +235,48 @@ def test_state_of_another_version_is_refused_and_left(run_dir: Path, restart: Re
     assert [session.state for session in restart().stat().sessions] == ["stored"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "kept", "reason"),
+    [
+        ({"host_capacity": "32MiB"}, ["first", "second"], ""),
+        ({"host_extent": "8MiB"}, [], "extents have 4194304 bytes, not 8388608"),
+        ({"host_capacity": "4MiB"}, ["first"], "extent 1, where a page of it lies, is not there"),
+        ({"host_state_capacity": "1MiB"}, ["first"], "host: "),
+    ],
+    ids=["fits", "extent", "capacity", "state capacity"],
+)
+def test_sessions_that_changed_settings_have_no_place_for_are_dropped_by_name(
+    run_dir: Path, changed: dict[str, str], kept: list[str], reason: str
+) -> None:
+    """One has pages in the first extent, the other in the first two, and state of some 650 KiB each."""
+    with DaemonProcess(run_dir, drain_timeout_s="0") as daemon:
+        daemon.wait_ready()
+        with Client(run_dir) as client:
+            for name, pages in (("first", 100), ("second", 1000)):
+                opened = client.create_session(
+                    name,
+                    fingerprint=FINGERPRINT,
+                    encoding="q8g64",
+                    page_bytes=4096,
+                    token_capacity=150_000,
+                    commit_bytes=16,
+                )
+                client.extend_session(opened.session, 1, pages)
+                publish(client.claim(opened.worker_block), opened, tokens=70, rows=64, token_capacity=150_000)
+                client.detach_session(opened.session, 1)
+        daemon.process.kill()
+        daemon.process.wait()
+    with DaemonProcess(run_dir, drain_timeout_s="0", **changed) as daemon:
+        daemon.wait_ready()
+        stats = daemon.stat()
+        assert ([session.name for session in stats.sessions], stats.ledger) == (kept, "balanced")
+        dropped = [line for line in daemon.log.splitlines() if "session of an earlier run dropped" in line]
+        assert len(dropped) == 2 - len(kept)
+        assert all(reason in line for line in dropped)
+        assert sorted(names_like(daemon)) == sorted(Path(name).name for name in daemon.segments), "no byte is left"
+        assert daemon.stop() == 0
+
+
 def requests(lease: LeaseRef, generation: int) -> list[Request]:
     """One of every verb that names a lease, for session 1."""
     return [
@@ -238,9 +288,23 @@ def requests(lease: LeaseRef, generation: int) -> list[Request]:
         TruncateSession(0, lease, 1, generation, 0),
         DetachSession(0, lease, 1, generation),
         CloseSession(0, lease, 1, generation),
+        FetchPages(0, lease, 1, generation, 0, 1),
+        ViewSession(0, lease, 1, generation),
+        FindPrefix(0, lease, FINGERPRINT, "q8g64", [bytes(32)]),
         AllocateDevice(0, lease, "cpu", 1, "ring", 0),
         FreeDevice(0, lease, 1),
+        messages.OpenBlocks(0, lease, bytes(32), 4096, LeaseRef(0, 0)),
+        messages.MapBlocks(0, lease, 1),
+        messages.FindBlocks(0, lease, 1, bytes(32)),
+        messages.PinBlocks(0, lease, 1, bytes(32), 0),
+        messages.ReserveBlocks(0, lease, 1, bytes(32)),
+        messages.PublishBlocks(0, lease, 1, b""),
+        messages.ReleaseBlocks(0, lease, 1),
     ]
+
+
+def test_every_verb_that_names_a_lease_is_among_the_requests() -> None:
+    assert {type(request) for request in requests(LeaseRef(1, 1), 1)} == set(get_args(LeaseRequest))
 
 
 def test_every_verb_refuses_a_stale_epoch_and_an_unknown_lease(run_dir: Path, restart: Restart) -> None:
@@ -274,9 +338,9 @@ def test_every_verb_with_a_generation_refuses_a_stale_one(run_dir: Path, restart
 def test_a_client_of_one_minor_version_less_is_served(run_dir: Path, restart: Restart) -> None:
     restart()
     with RawPeer(run_dir, greet=False) as peer:
-        reply = peer.ask(Hello(peer.next_seq(), 1, 0, "older"))
+        reply = peer.ask(Hello(peer.next_seq(), PROTOCOL_MAJOR, PROTOCOL_MINOR - 1, "older"))
         assert isinstance(reply, Welcome)
-        assert (reply.major, reply.minor) == (1, 0)
+        assert (reply.major, reply.minor) == (PROTOCOL_MAJOR, PROTOCOL_MINOR - 1)
 
 
 def test_extents_are_taken_as_they_are(run_dir: Path, restart: Restart) -> None:

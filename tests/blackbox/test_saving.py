@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from compute.client import Client
-from compute.worker import HistorySettings, Worker
+from compute.histories import HistorySettings
+from compute.worker import Worker
 from protocol.errors import (
     FingerprintMismatch,
     InvalidValue,

@@ -203,7 +203,7 @@ def test_service_manager_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_than_there_is_of_each_tier(run_dir: Path) -> None:
-    status, log = refusal(run_dir, host_capacity="1024TiB", host_extent="1TiB")
+    status, log = refusal(run_dir, host_capacity="128TiB", host_extent="64GiB")
     assert status == 71
     assert "out_of_capacity" in log
     status, log = refusal(run_dir, device="cuda")

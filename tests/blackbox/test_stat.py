@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvd import __version__
-from protocol.stats import STATS_SCHEMA, LeaseStats, NodeStats, PurposeStats, SessionStats, TierStats
+from protocol.stats import STATS_SCHEMA, LeaseStats, NodeStats, PurposeStats, SessionStats, StallStats, TierStats
 from tests.blackbox.daemon_process import DaemonProcess, clean_environment
 from tests.blackbox.worker_process import WorkerProcess
 
@@ -26,6 +26,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "Purposes": PurposeStats,
     "Leases": LeaseStats,
     "Sessions": SessionStats,
+    "Stalls": StallStats,
 }
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from compute.histories import HistorySettings
 from compute.history import History
-from compute.worker import HistorySettings, Worker
+from compute.worker import Worker
 from protocol.errors import CopybackLag, SessionDamaged
 from protocol.layout import Q8G64
 from tests.torture.decoding_process import CONFIG, SEED, prompt_tokens
@@ -45,6 +46,26 @@ def test_workers_killed_at_any_point_lose_nothing() -> None:
     assert not outcome.failures
     assert outcome.trials >= 24
     assert outcome.reclaim_p99_s <= RECLAIM_LIMIT_S
+
+
+@pytest.mark.parametrize("reaches_its_barrier", [False, True])
+def test_whoever_takes_over_may_be_at_its_barrier_at_once(worker: Worker, reaches_its_barrier: bool) -> None:
+    """The rows that a holder before had beyond the committed ones are nobody's: what is left of them are tokens."""
+    prompt = prompt_tokens(150)
+    history, hidden = begin(worker, "early", prompt)
+    truth = list(worker.decode(history, hidden, 8))
+    assert history.session is not None
+    if reaches_its_barrier:
+        history.barrier()
+    assert (history.session.committed_rows >= 157) == reaches_its_barrier
+    history.close(keep=True)
+    history, tokens = worker.take_over(settings("early"))
+    history.barrier()
+    assert history.session is not None
+    assert history.session.committed_rows == history.length
+    assert tokens == [*prompt, *truth]
+    worker.prefill(history, tokens[history.length :], 96)
+    history.close()
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 128, 130])

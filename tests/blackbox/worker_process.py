@@ -210,11 +210,11 @@ class Steps:
         sys.stdout.flush()
 
 
-def publish(fd: int, opened: SessionOpened, *, tokens: int, rows: int) -> None:
+def publish(fd: int, opened: SessionOpened, *, tokens: int, rows: int, token_capacity: int = TOKEN_CAPACITY) -> None:
     """Log tokens 0, 1, 2, … and commit ``rows`` rows in the worker block behind ``fd``, which is closed."""
     mapped = mmap.mmap(fd, opened.worker_block.nbytes)
     os.close(fd)
-    block = WorkerBlock(memoryview(mapped), WorkerBlockLayout(TOKEN_CAPACITY, COMMIT_BYTES), opened.session)
+    block = WorkerBlock(memoryview(mapped), WorkerBlockLayout(token_capacity, COMMIT_BYTES), opened.session)
     block.append_tokens(range(tokens))
     if rows:
         block.logical_rows = rows

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from protocol import codec, messages
 from protocol.codec import CONTROL_LIMIT, HANDLE_LIMIT
 from protocol.errors import BadMessage, Fact, MessageTooLarge, error_from
+from protocol.stats import NodeStats, StallStats
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "unit" / "golden" / "messages.json").read_text())
 VALID = [bytes.fromhex(entry["hex"]) for entry in GOLDEN.values()]
@@ -208,6 +209,8 @@ def test_a_message_of_another_socket_is_refused(socket):
 
 st.register_type_strategy(int, st.integers(INT_MIN, INT_MAX))
 st.register_type_strategy(float, st.floats(allow_nan=False))
+# Its default is not a value but makes one.
+st.register_type_strategy(NodeStats, st.builds(NodeStats, stalls=st.lists(st.from_type(StallStats), max_size=3)))
 
 
 def message_of(union: Any) -> st.SearchStrategy[Any]:

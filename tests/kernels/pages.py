@@ -9,12 +9,12 @@ from torch import Tensor
 
 from compute.kernels.reference import Memory
 from compute.kernels.state import NO_RING, GroupCache, PageMap
-from protocol.layout import F32, PAGE_TOKENS, Q8G64, Encoding, IndexGroup, PageFormat
+from protocol.layout import F32, FP8_DS_MLA, PAGE_TOKENS, Q8G64, Encoding, IndexGroup, PageFormat
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 GROUPS = (IndexGroup(0, 1), IndexGroup(1, 4))
-ENCODINGS = (Q8G64, F32)
+ENCODINGS = (Q8G64, FP8_DS_MLA, F32)
 
 
 def format_of(encoding: Encoding = Q8G64) -> PageFormat:

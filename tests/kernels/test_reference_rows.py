@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compute.kernels import reference
 from protocol.errors import InvalidValue
-from protocol.layout import F32, LATENT_DIM, Q8G64, ROPE_DIM, Encoding
+from protocol.layout import F32, FP8_DS_MLA, LATENT_DIM, Q8G64, ROPE_DIM, Encoding
 from protocol.model import GLM_5_3
 from tests.kernels.pages import DEVICE, Pages, assert_same_bytes, format_of
 
@@ -44,6 +44,35 @@ def q8g64_by_hand(latent: list[float], rope: list[float]) -> bytes:
     return quantised + scales + b"".join(struct.pack("<f", bfloat16(value))[2:] for value in rope)
 
 
+E4M3 = sorted(
+    (
+        (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa / 8 * 2.0**-6,
+        exponent << 3 | mantissa,
+    )
+    for exponent in range(16)
+    for mantissa in range(8)
+    if (exponent, mantissa) != (15, 7)  # NaN
+)
+"""Every finite value from 0 up, with its bits: 4 of exponent, biased by 7, and 3 of mantissa; no infinities."""
+
+
+def e4m3(value: float) -> int:
+    """Bits of the nearest value, ties to the even one."""
+    _, bits = min(E4M3, key=lambda known: (abs(known[0] - abs(value)), known[1] & 1))  # such differences are exact
+    return bits | (0x80 if str(value).startswith("-") else 0)
+
+
+def fp8_ds_mla_by_hand(latent: list[float], rope: list[float]) -> bytes:
+    """One row as FlashMLA documents it: 512 e4m3, 4 float32 scales, 64 bfloat16."""
+    quantised, scales = b"", b""
+    for start in range(0, LATENT_DIM, 128):
+        group = latent[start : start + 128]
+        scale = float32(Fraction(max(abs(value) for value in group)) / 448)
+        quantised += bytes(e4m3(float32(Fraction(value) / Fraction(scale)) if scale else 0.0) for value in group)
+        scales += struct.pack("<f", scale)
+    return quantised + scales + b"".join(struct.pack("<f", bfloat16(value))[2:] for value in rope)
+
+
 def random_rows(count: int, seed: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     latent = torch.randn(count, LATENT_DIM, generator=generator) * spread
@@ -58,6 +87,29 @@ def test_q8g64_is_the_bytes_worked_out_by_hand(spread: float) -> None:
     rows = reference.encode_rows(latent, rope, Q8G64.rows)
     for row, values, angles in zip(rows, latent.tolist(), rope.tolist(), strict=True):
         assert bytes(row.tolist()) == q8g64_by_hand(values, angles)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 3e37, 1e-38])
+def test_fp8_ds_mla_is_flash_mla_s_row_byte_for_byte(spread: float) -> None:
+    latent, rope = random_rows(2, 1, spread)
+    latent[0, :128] = 0.0
+    latent[1, 128:256] = torch.arange(-64, 64, device=DEVICE) / 64 * spread  # between two values: ties
+    rows = reference.encode_rows(latent, rope, FP8_DS_MLA.rows)
+    for row, values, angles in zip(rows, latent.tolist(), rope.tolist(), strict=True):
+        got, expected = bytes(row.tolist()), fp8_ds_mla_by_hand(values, angles)
+        assert got[512:] == expected[512:]
+        # The sign of a zero is nobody's business.
+        assert all(a == b or (a | b) == 0x80 for a, b in zip(got[:512], expected[:512], strict=True))
+
+
+def test_fp8_ds_mla_reads_as_its_documents_say() -> None:
+    """From bytes put together here: value × scale of its 128."""
+    row = bytes([0x38] * 128 + [0xB8] * 128 + [0x7E] * 128 + [0x01] * 128)  # 1, -1, 448, 2**-9
+    row += struct.pack("<4f", 2.0, 0.5, 1.0, 1024.0) + struct.pack("<64H", *[0x3F80] * 64)
+    rows = torch.frombuffer(bytearray(row), dtype=torch.uint8)[None].to(DEVICE)
+    latent, rope = reference.decode_rows(rows, FP8_DS_MLA.rows)
+    assert latent.view(4, 128).unique(dim=1).flatten().tolist() == [2.0, -0.5, 448.0, 2.0]
+    assert bool((rope == 1).all())
 
 
 def test_q8g64_round_trip_is_within_half_a_step_of_each_group() -> None:
@@ -78,14 +130,14 @@ def test_f32_round_trip_is_exact() -> None:
     assert torch.equal(got_rope, rope)
 
 
-@pytest.mark.parametrize("encoding", [Q8G64, F32], ids=lambda encoding: encoding.name)
+@pytest.mark.parametrize("encoding", [Q8G64, FP8_DS_MLA, F32], ids=lambda encoding: encoding.name)
 def test_zero_rows_are_zero_bytes(encoding: Encoding) -> None:
     rows = reference.encode_rows(torch.zeros(2, 512, device=DEVICE), torch.zeros(2, 64, device=DEVICE), encoding.rows)
     assert rows.shape == (2, encoding.rows.row_bytes)
     assert not rows.any()
 
 
-@pytest.mark.parametrize("encoding", [Q8G64, F32], ids=lambda encoding: encoding.name)
+@pytest.mark.parametrize("encoding", [Q8G64, FP8_DS_MLA, F32], ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("part", [0, 1])
 def test_nan_and_infinity_are_refused(encoding: Encoding, bad: float, part: int) -> None:
@@ -110,7 +162,7 @@ def test_misshapen_rows_are_refused() -> None:
         reference.encode_rows(torch.zeros(2, 512), torch.zeros(1, 64), Q8G64.rows)
 
 
-@pytest.mark.parametrize("encoding", [Q8G64, F32], ids=lambda encoding: encoding.name)
+@pytest.mark.parametrize("encoding", [Q8G64, FP8_DS_MLA, F32], ids=lambda encoding: encoding.name)
 def test_rows_are_written_to_their_home_or_into_the_ring_and_nowhere_else(encoding: Encoding) -> None:
     form = format_of(encoding)
     pages = Pages.random(form, 8, length=400, ring_first=256, ring_pages=4)

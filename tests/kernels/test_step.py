@@ -137,6 +137,27 @@ def test_offloaded_gives_the_bits_of_resident(overlap: Overlap) -> None:
         assert_inverse(cache)
 
 
+@pytest.mark.parametrize("slots", [0, 200])
+def test_another_query_attends_to_what_a_row_selected(slots: int) -> None:
+    """Behind the step, with a row's own query, it gives the row's own bits."""
+    page_format = format_of()
+    session = Session(page_format, 130, 4, slots=slots)
+    _fill([session])
+    step = _step(page_format, [session], rows=3, overlap="serial")
+    step.replay()
+    layer = page_format.groups[-1].end - 1
+    out = torch.zeros_like(step.out[layer, :, 0])
+
+    def attend(query_of: int, row: int) -> Tensor:
+        query = step.inputs.query_latent[layer, :, query_of], step.inputs.query_rope[layer, :, query_of]
+        step.attend_again(layer, torch.tensor([row], device=DEVICE), query, out)
+        return _bits(out)
+
+    for row in (2, 0):
+        assert torch.equal(attend(row, row), _bits(step.out[layer, :, row]))
+    assert not torch.equal(attend(0, 1), _bits(step.out[layer, :, 0]))
+
+
 def test_a_step_against_the_reference() -> None:
     page_format = format_of()
     session, twin = Session(page_format, 130, 4, slots=70), Session(page_format, 130, 4)

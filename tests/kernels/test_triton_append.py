@@ -116,6 +116,25 @@ def test_a_peers_ring_and_key_block_get_the_same_bytes() -> None:
         )
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_peer_on_another_gpu_gets_the_same_bytes() -> None:
+    ours = _pages(Q8G64, 0)
+    before = ours.ring.clone()
+    ring, key_blocks = ours.ring.to("cuda:1"), ours.key_blocks.to("cuda:1")  # also lets each reach the other's memory
+    peer_blocks = ours.page_map.key_block_address - ours.key_blocks.data_ptr() + key_blocks.data_ptr()
+    record = describe(ours.page_map, 1, peer_ring_base=ring.data_ptr(), peer_key_block_address=peer_blocks)
+    positions = torch.arange(RING_FIRST, LENGTH, device=DEVICE)[None]
+    latent, rope, keys = (torch.randn((*positions.shape, width), device=DEVICE) for width in (512, 64, 128))
+    append_keys(record[None].to(DEVICE), format_of(), 1, positions, keys)
+    for layer in range(4):
+        append_rows(record[None].to(DEVICE), format_of(), 1, layer, positions, latent, rope)
+    torch.cuda.synchronize()
+    assert not torch.equal(ours.ring, before)
+    assert torch.equal(ring.to(DEVICE), ours.ring)
+    assert torch.equal(key_blocks.to(DEVICE), ours.key_blocks)
+
+
 def test_the_anchor_layer_forgets_what_it_writes() -> None:
     pages = _pages(Q8G64, 0)
     caches = [pages.cache(1, 64) for _ in range(2)]

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from compute.kernels import reference
-from compute.kernels.addresses import row_addresses
+from compute.kernels.addresses import MANY_MISSES, row_addresses
 from compute.kernels.choice import default_kernels, make_kernels
 from compute.kernels.descriptors import FIELDS, describe
 from compute.kernels.kernel_set import KernelSet, ReferenceKernels
-from compute.kernels.state import NO_RING
+from compute.kernels.state import MISSES, NO_RING
 from compute.kernels.triton_set import TritonKernels
 from protocol.errors import InvalidValue
-from protocol.layout import F32
+from protocol.layout import F32, FP8_DS_MLA, Q8G64, Encoding
 from tests.kernels.pages import DEVICE, Pages, assert_same_bytes, format_of
 
 GROUP, K, HEADS, INDEX_HEADS = 1, 64, 3, 32
@@ -37,8 +37,10 @@ def _append(kernels: KernelSet, positions: Tensor, *, seed: int) -> None:
 class Twins:
     """One history in the Triton set's session and in the reference's, with caches or without."""
 
-    def __init__(self, *, cached: bool = True) -> None:
-        self.sessions = [Pages.random(format_of(), PAGES, length=LENGTH, ring_first=RING_FIRST) for _ in range(2)]
+    def __init__(self, *, cached: bool = True, encoding: Encoding = Q8G64) -> None:
+        self.sessions = [
+            Pages.random(format_of(encoding), PAGES, length=LENGTH, ring_first=RING_FIRST) for _ in range(2)
+        ]
         self.caches = [[p.cache(group, SLOTS) for group in range(2)] if cached else [] for p in self.sessions]
         ours, theirs = self.sessions
         self.triton = TritonKernels(ours.page_map, self.caches[0], K)
@@ -68,8 +70,9 @@ class Twins:
         return positions, ours, theirs
 
 
-def test_appended_bytes_are_the_references() -> None:
-    twins = Twins()
+@pytest.mark.parametrize("encoding", [Q8G64, FP8_DS_MLA], ids=lambda encoding: encoding.name)
+def test_appended_bytes_are_the_references(encoding: Encoding) -> None:
+    twins = Twins(encoding=encoding)
     twins.append(torch.tensor([0, 63, 255, 256, 344], device=DEVICE), seed=1)
     left, right = twins.sessions
     for ours, theirs in ((left.ring, right.ring), (left.home, right.home), (left.key_blocks, right.key_blocks)):
@@ -88,9 +91,13 @@ def test_append_forgets_in_the_cache() -> None:
     assert torch.equal(ours.slot_position, theirs.slot_position)
 
 
-@pytest.mark.parametrize("count", [1, 4, 6])
-def test_select_read_and_attend(count: int) -> None:
-    twins = Twins()
+@pytest.mark.parametrize(
+    ("count", "encoding"),
+    [(1, Q8G64), (4, Q8G64), (6, Q8G64), (4, FP8_DS_MLA)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_select_read_and_attend(count: int, encoding: Encoding) -> None:
+    twins = Twins(encoding=encoding)
     positions, ours, theirs = twins.select(count, seed=count)
     assert torch.equal(ours, theirs)
     for selection, position in zip(ours, positions, strict=True):
@@ -162,6 +169,21 @@ def test_addresses_in_place_and_looked_up(ring_first: int) -> None:
             expected[selection[0] == position] = cache.rows[slot].data_ptr()
     assert torch.equal(addresses[0], expected)
     assert not bool(addresses[1].any())
+
+    staging = torch.full((*selection.shape, Q8G64.rows.row_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    row_addresses(records, format_of(), GROUP, selection, addresses, cached=True, staging=staging)
+    assert torch.equal(addresses[0], expected)  # as before after a round of few misses
+    cache.control[MISSES] = 2 * MANY_MISSES + 1
+    row_addresses(records, format_of(), GROUP, selection, addresses, cached=True, staging=staging)
+    missed = (selection[0] >= 0) & (selection[0] < min(300, ring_first)) & ~torch.isin(selection[0], cached.to(DEVICE))
+    places = torch.arange(selection[0].numel(), device=DEVICE).view(selection[0].shape) * Q8G64.rows.row_bytes
+    assert torch.equal(addresses[0], torch.where(missed, staging.data_ptr() + places, expected))
+    assert torch.equal(staging[0][missed], pages.memory.read(expected[missed], Q8G64.rows.row_bytes))
+    assert bool((staging[0][~missed] == 0xFF).all())
+    assert bool((staging[1] == 0xFF).all())
+    assert not bool(addresses[1].any())
+    with pytest.raises(InvalidValue, match="staging"):
+        row_addresses(records, format_of(), GROUP, selection, addresses, cached=True, staging=staging[:, :, :5])
 
 
 def test_more_than_a_cache_can_pin_is_refused() -> None:

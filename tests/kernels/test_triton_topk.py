@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import triton
 from torch import Tensor
+from torch.nn.functional import pad
 
+from compute.kernels import topk as top_k
 from compute.kernels.reference import select_topk
 from compute.kernels.topk import TopK
+from compute.kernels.topk_cluster import MAX_CAPACITY, fits_cluster
 from compute.kernels.topk_collect import CLASSES, NO_SCORE
 from protocol.errors import InvalidValue
 from tests.kernels.pages import DEVICE
 
 CUDA = DEVICE.type == "cuda"
 NAN, INF = float("nan"), float("inf")
+
+
+FORMS = ["portable", "maxima known", *(["cluster"] if fits_cluster(DEVICE, 1) else [])]
+
+
+@pytest.fixture(autouse=True, params=FORMS)
+def _form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with the Triton kernels, with maxima that `index_scores` would have found, and where the GPU can, with
+    the cluster's kernel, which needs these.
+    """
+    monkeypatch.setitem(globals(), "TopK", functools.partial(TopK, portable=request.param != "cluster"))
+    if request.param != "portable":
+        monkeypatch.setattr(top_k.TopK, "select", _select_with_maxima)
+
+
+SELECT = top_k.TopK.select
+
+
+def _select_with_maxima(top: TopK, scores: Tensor, lengths: Tensor, selection: Tensor) -> None:
+    if scores.shape[1] >= top.capacity and lengths.shape == scores.shape[:1] and len(scores) <= top.rows:
+        tiles = triton.cdiv(top.capacity, CLASSES)
+        used = pad(scores[:, : top.capacity], (0, tiles * CLASSES - top.capacity))
+        taken = (torch.arange(tiles * CLASSES, device=DEVICE) < lengths[:, None]) & (used > -INF)
+        bits = (used + 0.0).view(torch.int32)
+        keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).where(taken, NO_SCORE)
+        top.maxima[: len(scores)] = keys.view(-1, tiles, CLASSES).amax(1)
+    SELECT(top, scores, lengths, selection, maxima_known=True)
 
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:
@@ -129,7 +162,7 @@ def test_wrong_shapes_and_sizes_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", [4095, 51_200, 131_072, 1_048_576])
+@pytest.mark.parametrize("length", [4095, 51_200, 131_072, MAX_CAPACITY, 1_048_576])
 def test_long_histories(length: int) -> None:
     scores = _normal(6, length)
     scores[1] = (scores[1] * 20).round()  # ties
@@ -138,6 +171,11 @@ def test_long_histories(length: int) -> None:
     scores[4] = torch.arange(length, device=DEVICE) * 1e-3
     scores[5] = -scores[5].abs() * 1e-30
     _assert_same(scores, [length] * 6, 2048)
+
+
+@pytest.mark.gpu
+def test_a_selection_larger_than_shared_memory() -> None:
+    _assert_same(_normal(2, 70_000), [70_000, 12_000], 20_000)
 
 
 @pytest.mark.gpu

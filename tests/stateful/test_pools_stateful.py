@@ -12,7 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from kvd.alloc.allocation import Allocation
 from kvd.alloc.ledger import Account, Ledger
 from kvd.tiers.driver_cpu import GRANULARITY, CpuDriver
-from kvd.tiers.host_ram import HostRam, frame_extent
+from kvd.tiers.extent import frame_extent
+from kvd.tiers.host_ram import HostRam
 from kvd.tiers.vram import Vram
 from protocol.errors import OutOfCapacity, UnknownHandle
 

@@ -16,8 +16,8 @@ from tests.torture.decoding_process import Order
 class Decoders:
     """A server of workers. One works at a time; `read` goes on to its next line."""
 
-    def __init__(self, run_dir: Path) -> None:
-        command = [sys.executable, "-m", "tests.torture.decoding_process", str(run_dir)]
+    def __init__(self, run_dir: Path, setup: str = "cpu") -> None:
+        command = [sys.executable, "-m", "tests.torture.decoding_process", str(run_dir), setup]
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**clean_environment(), **threads}
@@ -27,6 +27,8 @@ class Decoders:
         """What the present worker has shown."""
         self.is_done = False
         self.error = ""
+        self.saved = ""
+        """The digest of what a worker has had saved last, until it is cleared."""
 
     def start(self, order: Order) -> None:
         """Have the next worker begin."""
@@ -46,6 +48,8 @@ class Decoders:
                 self.pid = int(value)
             case "t":
                 self.tokens.append(int(value))
+            case "saved":
+                self.saved = value
             case "done":
                 self.is_done = True
             case "error":

@@ -1,8 +1,8 @@
 """Workers that decode and die: a server forks one after the other, so that none pays for starting an interpreter.
 
-Run as ``python -m tests.torture.decoding_process RUN_DIR``. Each line on standard input, a JSON object with the fields
-of `Order`, is one worker. It prints ``pid N``, ``t TOKEN`` for each token as a client would be shown it, ``done``, and,
-when the worker has ended, ``end STATUS``.
+Run as ``python -m tests.torture.decoding_process RUN_DIR SETUP``. Each line on standard input, a JSON object with the
+fields of `Order`, is one worker. It prints ``pid N``, ``t TOKEN`` for each token as a client would be shown it,
+``done``, and, when the worker has ended, ``end STATUS``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,22 @@ import torch
 import compute.history
 from compute.client import Client
 from compute.copyback import Copyback
+from compute.decode.matrices import WeightType
+from compute.decode.step import DecodeStep
 from compute.device_cpu import CpuDevice
+from compute.histories import HistorySettings
 from compute.history import History
 from compute.session import HostSession
-from compute.worker import HistorySettings, Worker
+from compute.worker import Worker
+from kvd.run_dir import LOCK_FILE
+from protocol.errors import DaemonUnavailable
 from protocol.layout import PAGE_TOKENS, Q8G64
-from protocol.model import DEMO
+from protocol.model import DEMO, ModelConfig
 from protocol.session_state import WorkerBlock
+from tests.torture.content import content_digest
 
 CONFIG = replace(DEMO, num_hidden_layers=3, hidden_size=64, index_topk=16, index_n_heads=2, n_routed_experts=2)
 SEED = 11
-HOT_ROWS = 64
 RING_PAGES = 3
 CHUNK = 96
 WORD_POINTS = {64: "token count", 72: "commit sequence", 80: "logical rows"}
@@ -57,11 +63,40 @@ POINTS = (
 
 
 @dataclass(frozen=True)
+class Setup:
+    """What workers compute, and on what; ``daemon`` are settings of the daemon that they need."""
+
+    device: str
+    config: ModelConfig
+    hot_rows: int
+    points: tuple[str, ...]
+    dtype: WeightType | None = None
+    daemon: dict[str, str] = field(default_factory=dict)
+
+
+RECORDED = replace(DEMO, index_topk=64)
+RECORDED_POINTS = (*(point for point in POINTS if point != "mid copy"), "replaying", "before settling")
+"""Of workers that decode by recorded steps; "replaying" is amid several of them."""
+SETUPS = {
+    "cpu": Setup("cpu", CONFIG, 64, POINTS),
+    "cpu recorded": Setup("cpu", RECORDED, 256, RECORDED_POINTS, "bf16", {"vram_capacity": "256MiB"}),
+    "cuda": Setup(
+        "cuda",
+        RECORDED,
+        256,
+        RECORDED_POINTS,
+        "bf16",
+        {"device": "cuda", "host_capacity": "512MiB", "host_extent": "32MiB", "vram_capacity": "4GiB"},
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Order:
     """One worker: decode the session up to ``total`` tokens in all, from a prompt of ``prompt`` tokens, and close it.
 
-    It kills itself when it comes to ``point`` for the ``nth`` time. Before it closes the session, it cuts ``rewrite``
-    rows off and decodes them again.
+    It kills itself when it comes to ``point`` for the ``nth`` time, or its daemon if ``kills_daemon``. Before it closes
+    the session, it saves it if ``save``, and cuts ``rewrite`` rows off and decodes them again.
     """
 
     session: str
@@ -72,6 +107,8 @@ class Order:
     nth: int = 1
     daemon_wait_s: float = 0.0
     rewrite: int = 0
+    save: bool = False
+    kills_daemon: bool = False
 
     def line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -83,22 +120,23 @@ def prompt_tokens(length: int) -> list[int]:
 
 
 class Killer:
-    """Ends this process by SIGKILL at one point."""
+    """Ends a process by SIGKILL at one point: ``victim`` gives its pid, this one's by default."""
 
-    def __init__(self, point: str, nth: int) -> None:
+    def __init__(self, point: str, nth: int, victim: Callable[[], int] = os.getpid) -> None:
         self._point = point
         self._left = nth
+        self._victim = victim
 
     def at(self, point: str) -> None:
         if point and point == self._point:
             self._left -= 1
             if not self._left:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(self._victim(), signal.SIGKILL)
 
     def is_next(self, point: str) -> bool:
         return point == self._point and self._left == 1
 
-    def around(self, owner: type, name: str, *, before: str = "", after: str = "") -> None:
+    def around(self, owner: object, name: str, *, before: str = "", after: str = "") -> None:
         """Pass points before and after each call of a method."""
         method: Callable[..., Any] = getattr(owner, name)
 
@@ -119,14 +157,16 @@ class Killer:
         self.around(History, "finish", before="finish")
         self.around(Copyback, "submit", before="submit")
         self.around(Copyback, "_finish", before="copied")
+        self.around(DecodeStep, "replay", after="replaying")
+        self.around(History, "settle", before="before settling")
         self._wrap_block()
         self._wrap_copies()
         restore = History.restore
 
-        def poisoned(history: History, tokens: int) -> None:
+        def poisoned(history: History, tokens: int, source: History | None = None) -> None:
             self.at("before restoring")
             poison_uncommitted(history)
-            restore(history, tokens)
+            restore(history, tokens, source)
 
         setattr(History, "restore", poisoned)  # noqa: B010 - a test double
 
@@ -205,12 +245,14 @@ def poison_uncommitted(history: History) -> None:
         page[page_format.hidden_offset : page_format.hidden_offset + 4 * page_format.hidden_size] = 0xFF
 
 
-def decode(run_dir: Path, order: Order) -> None:
+def decode(run_dir: Path, setup: Setup, order: Order) -> None:
     """What one worker does. Tokens that a worker before it has acknowledged are printed first, as a client's are."""
-    Killer(order.point, order.nth).install()
+    Killer(order.point, order.nth, partial(daemon_pid, run_dir) if order.kills_daemon else os.getpid).install()
     compute.history.EXTEND_PAGES = 1
-    with Worker(run_dir, "cpu", CONFIG, Q8G64, seed=SEED, daemon_wait_s=order.daemon_wait_s) as worker:
-        settings = HistorySettings("offloaded", order.total, HOT_ROWS, RING_PAGES, order.session)
+    with Worker(
+        run_dir, setup.device, setup.config, Q8G64, seed=SEED, dtype=setup.dtype, daemon_wait_s=order.daemon_wait_s
+    ) as worker:
+        settings = HistorySettings("offloaded", order.total, setup.hot_rows, RING_PAGES, order.session)
         if order.resume:
             history, tokens = worker.take_over(settings)
         else:
@@ -223,10 +265,31 @@ def decode(run_dir: Path, order: Order) -> None:
             hidden = worker.prefill(history, tokens[history.length :], CHUNK)
             for token in worker.decode(history, hidden, order.total - len(tokens)):
                 say(f"t {token}")
+        if order.save:
+            say(f"saved {save(worker, history, run_dir)}")
         if order.rewrite:
             rewrite(worker, history, order.rewrite)
         history.close()
     say("done")
+
+
+def save(worker: Worker, history: History, run_dir: Path) -> str:
+    """Have the session saved, by whichever daemon lives; returns the digest of what was acknowledged."""
+    session = history.session
+    assert session is not None
+    history.barrier()
+    while True:
+        digest = content_digest(run_dir, session.number)
+        try:
+            worker.client.save_session(session.name)
+        except DaemonUnavailable as error:
+            session.attachment.daemon_lost(error)
+        else:
+            return digest
+
+
+def daemon_pid(run_dir: Path) -> int:
+    return int((run_dir / LOCK_FILE).read_text())
 
 
 def rewrite(worker: Worker, history: History, rows: int) -> None:
@@ -249,13 +312,13 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    run_dir = Path(sys.argv[1])
+    run_dir, setup = Path(sys.argv[1]), SETUPS[sys.argv[2]]
     while line := sys.stdin.readline():
         order = Order(**json.loads(line))
         pid = os.fork()
         if not pid:
             try:
-                decode(run_dir, order)
+                decode(run_dir, setup, order)
             except BaseException as error:  # noqa: BLE001 - the parent reads what it was
                 say(f"error {type(error).__name__}: {error}")
                 os._exit(1)

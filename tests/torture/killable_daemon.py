@@ -7,11 +7,13 @@ import sys
 from typing import Any
 
 from kvd import cli
+from kvd.saved import file as saved_file
 from kvd.sessions import blocks as session_blocks
 from kvd.sessions.blocks import SessionBlocks
 from kvd.sessions.inheritance import Inheritance
 from kvd.sessions.registry import Sessions
 from kvd.shared_memory import SharedMemoryGranter
+from kvd.tiers.disk import StateDirectory
 from kvd.tiers.host_ram import HostRam
 from kvd.tiers.segment import Segment
 from protocol.daemon_block import FIRST_COPY, SEQUENCE_OFFSET
@@ -31,8 +33,15 @@ POINTS = (
     "granted",
     "taken up",
     "reattached",
+    "room made",
+    "file begun",
+    "chunk written",
+    "file written",
+    "before the rename",
+    "after the rename",
+    "synced",
 )
-"""Where the daemon can kill itself: in its verbs, amid the writing of a daemon block, and as it starts again."""
+"""Where the daemon can kill itself: in its verbs, amid the writing of a block and of a file, and as it starts."""
 
 
 def install(killer: Killer) -> None:
@@ -46,6 +55,11 @@ def install(killer: Killer) -> None:
     killer.around(SharedMemoryGranter, "extents", after="granted")
     killer.around(Inheritance, "_adopt", after="taken up")
     killer.around(Inheritance, "reattach", after="reattached")
+    killer.around(StateDirectory, "_make_room", after="room made")
+    killer.around(saved_file, "write", before="file begun", after="file written")
+    killer.around(saved_file, "_write", after="chunk written")
+    killer.around(os, "rename", before="before the rename", after="after the rename")
+    killer.around(os, "fsync", after="synced")
     write: Any = session_blocks._write
 
     def torn(fd: int, offset: int, data: bytes | memoryview) -> None:

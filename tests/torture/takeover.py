@@ -6,6 +6,7 @@ be what a worker shows that nobody kills. Whatever lies beyond the commit record
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -21,7 +22,7 @@ from pathlib import Path
 from protocol.stats import NodeStats
 from tests.blackbox.daemon_process import DaemonProcess
 from tests.torture.decoding import Decoders
-from tests.torture.decoding_process import POINTS, Order
+from tests.torture.decoding_process import SETUPS, Order
 
 PROMPTS = (1, 40, 63, 64, 130)
 GENERATED = 72
@@ -38,6 +39,8 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
     reclaim_s: list[float] = field(default_factory=list)
     deaths: Counter[str] = field(default_factory=Counter)
+    restores: int = 0
+    """Acknowledged saves that were restored."""
 
     @property
     def reclaim_p99_s(self) -> float:
@@ -47,32 +50,39 @@ class Outcome:
     def show(self, what: str) -> None:
         """Print the figures."""
         failed = len(self.failures)
-        bound = f"{3 / self.trials:.2e}" if not failed else "-"
+        bound = f"{3 / self.trials:.2e}" if self.trials and not failed else "-"
         lines = [f"{what}: {self.trials} trials, {failed} failures, 95 % bound on the rate {bound}"]
         lines += [f"  {failure}" for failure in self.failures[:10]]
-        lines.append(f"  reclaim: p99 {self.reclaim_p99_s:.3f} s, longest {max(self.reclaim_s):.3f} s")
+        if self.reclaim_s:
+            lines.append(f"  reclaim: p99 {self.reclaim_p99_s:.3f} s, longest {max(self.reclaim_s):.3f} s")
+        if self.restores:
+            lines.append(f"  restored: {self.restores} acknowledged saves")
         lines.append("  " + ", ".join(f"{point} {count}" for point, count in sorted(self.deaths.items())))
         sys.stdout.write("\n".join(lines) + "\n")
 
 
-def run_rounds(rounds: int, seed: int) -> Outcome:
-    """At least ``rounds`` deaths of workers, with a daemon of their own."""
+def run_rounds(rounds: int, seed: int, setup: str = "cpu", *, until: float = math.inf) -> Outcome:
+    """At least ``rounds`` deaths of workers, with a daemon of their own, or what there is by ``until`` (monotonic)."""
     outcome = Outcome()
     run_dir = Path(tempfile.mkdtemp(prefix="kvd-torture-", dir="/tmp"))
-    with DaemonProcess(run_dir, drain_timeout_s="0") as daemon, Decoders(run_dir) as decoders:
+    settings = SETUPS[setup].daemon
+    with DaemonProcess(run_dir, drain_timeout_s="0", **settings) as daemon, Decoders(run_dir, setup) as decoders:
         daemon.wait_ready()
         chance = random.Random(seed)
         truths: dict[int, list[int]] = {}
-        while outcome.trials < rounds:
+        while outcome.trials < rounds and time.monotonic() < until:
             prompt = chance.choice(PROMPTS)
             if prompt not in truths:
                 truths[prompt] = decoders.run(Order(SESSION, prompt, prompt + GENERATED))
-                assert decoders.is_done, decoders.error
-            _Conversation(daemon, decoders, outcome, chance, prompt, truths[prompt]).run()
+                assert decoders.is_done, (decoders.error, outcome.failures)
+            _Conversation(daemon, decoders, outcome, chance, SETUPS[setup].points, prompt, truths[prompt]).run()
         stats = daemon.stat()
         if stats.ledger != "balanced" or stats.sessions:
             outcome.failures.append(f"afterwards: {stats.ledger}, {len(stats.sessions)} sessions")
-        if len({tuple(truth) for truth in truths.values()}) < 2 or min(len(set(t)) for t in truths.values()) < 8:
+        if (
+            len({tuple(truth) for truth in truths.values()}) < len(truths)
+            or min(len(set(t)) for t in truths.values()) < 8
+        ):
             outcome.failures.append("the truths have too few distinct tokens to show anything")
     shutil.rmtree(run_dir)
     return outcome
@@ -87,6 +97,7 @@ class _Conversation:
         decoders: Decoders,
         outcome: Outcome,
         chance: random.Random,
+        points: tuple[str, ...],
         prompt: int,
         truth: list[int],
     ) -> None:
@@ -94,6 +105,7 @@ class _Conversation:
         self._decoders = decoders
         self._outcome = outcome
         self._chance = chance
+        self._points = points
         self._prompt = prompt
         self._truth = truth
         self._shown: list[int] = []
@@ -102,7 +114,7 @@ class _Conversation:
         resume = False
         while True:
             by_itself = self._chance.random() < 0.6
-            point = self._chance.choice(POINTS) if by_itself else ""
+            point = self._chance.choice(self._points) if by_itself else ""
             nth = self._chance.choice((1, 1, 2, 5, 20))
             self._decoders.start(Order(SESSION, self._prompt, self._prompt + GENERATED, resume, point, nth))
             what = f"prompt {self._prompt}, {point or 'random time'} {nth}, {len(self._shown)} shown"

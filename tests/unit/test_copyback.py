@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from compute.copyback import Copyback
-from compute.device import Copy, Mapping
+from compute.device import Copy, Mapping, OwnMemory
 
 
 @dataclass
@@ -44,13 +45,21 @@ class SlowDevice:
         self.copies.append(HeldCopy(destination, source))
         return self.copies[-1]
 
-    def map_shared(self, fd: int, nbytes: int) -> Mapping:
+    def map_shared(self, fd: int, nbytes: int, *, read_only: bool = False) -> Mapping:
         raise AssertionError("not used")
 
     map_device = map_shared
 
+    def registering(self, nbytes: int) -> AbstractContextManager[None]:
+        raise AssertionError("not used")
+
+    def own_memory(self) -> OwnMemory:
+        raise AssertionError("not used")
+
     def synchronize(self) -> None:
         pass
+
+    warmed_up = synchronize
 
     def close(self) -> None:
         pass

@@ -244,6 +244,9 @@ class FakeDriver:
     def held_bytes(self, block: DeviceBlock) -> int:
         raise AssertionError
 
+    def own_bytes(self, device: str) -> int:
+        return 0
+
     def bytes_in_use(self, device: str) -> int | None:
         return self._taken
 
@@ -307,7 +310,7 @@ def test_a_check_that_cannot_look_says_so(describe: Callable[..., Host]) -> None
 
 
 def run(host: Host, *arguments: str) -> int:
-    return doctor.run(cli._parser().parse_args(["doctor", *arguments]), host.config, host.roots)
+    return doctor.run(cli.parser().parse_args(["doctor", *arguments]), host.config, host.roots)
 
 
 def test_the_command_finds_changes_and_restores(
@@ -345,12 +348,12 @@ def test_a_problem_is_the_exit_status(describe: Callable[..., Host], tmp_path: P
 @pytest.mark.parametrize("arguments", [("--apply", "--restore"), ("--bench", "disk"), ("--apply", "--bench")])
 def test_wrong_arguments(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli._parser().parse_args(["doctor", *arguments])
+        cli.parser().parse_args(["doctor", *arguments])
     assert ended.value.code == 64
 
 
 def test_bench_of_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    done = cli._parser().parse_args(["doctor", "--bench", "--json"])
+    done = cli.parser().parse_args(["doctor", "--bench", "--json"])
     assert doctor.run(done, CPU) == 0
     rows = json.loads(capsys.readouterr().out)["bench"]
     assert [row["case"].split(",")[0] for row in rows] == [

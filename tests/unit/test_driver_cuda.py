@@ -202,12 +202,30 @@ def test_a_missing_libcuda_is_no_device(cuda: StandInCuda, monkeypatch: pytest.M
 
 
 class StandInNvml(ModuleType):
+    """A GPU of which 40 MiB are in use: one the driver's own, 9 a process's, and 30, or ``kept``, no process's."""
+
+    nvmlMemory_v2 = 2  # noqa: N815
+
     class NVMLError(Exception):
         pass
 
     def __init__(self) -> None:
         super().__init__("pynvml")
         self.failing: set[str] = set()
+        self.kept = 30 * MIB
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        self._call("nvmlDeviceGetCount")
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        return GPU
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
+        return handle
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
+        return [SimpleNamespace(pid=5, usedGpuMemory=9 * MIB), SimpleNamespace(pid=6, usedGpuMemory=None)]
 
     def _call(self, name: str) -> None:
         if name in self.failing:
@@ -220,10 +238,11 @@ class StandInNvml(ModuleType):
         self._call("nvmlDeviceGetHandleByUUID")
         return uuid
 
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle: str, version: int = 1) -> SimpleNamespace:  # noqa: N802
         self._call("nvmlDeviceGetMemoryInfo")
         assert handle == GPU
-        return SimpleNamespace(used=40 * MIB)
+        used = self.kept + 9 * MIB
+        return SimpleNamespace(used=used + MIB) if version == 1 else SimpleNamespace(used=used, reserved=MIB)
 
 
 def test_nvml_says_what_is_in_use(cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +259,26 @@ def test_nvml_says_what_is_in_use(cuda: StandInCuda, monkeypatch: pytest.MonkeyP
         driver.bytes_in_use(GPU)
 
 
-@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
+@pytest.mark.parametrize(("grown", "own"), [(3 * MIB, 3 * MIB), (500 * MIB, 16 * MIB), (-MIB, 0)])
+def test_what_opening_the_device_took_is_the_daemons_own(
+    cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch, grown: int, own: int
+) -> None:
+    nvml = StandInNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+    def initialise(flags: int) -> tuple[()]:
+        nvml.kept += grown
+        return ()
+
+    monkeypatch.setattr(cuda, "_cuInit", initialise)
+    assert CudaDriver().own_bytes(GPU) == own
+
+
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetCount"])
 def test_without_nvml_nothing_is_claimed(cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     nvml = StandInNvml()
     nvml.failing.add(call)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert CudaDriver().bytes_in_use(GPU) is None
+    driver = CudaDriver()
+    assert driver.bytes_in_use(GPU) == (40 * MIB if call == "nvmlDeviceGetCount" else None)
+    assert driver.own_bytes(GPU) == 0

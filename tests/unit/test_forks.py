@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.config import LimitsConfig
+from kvd.sessions.blocks import SessionBlocks
 from kvd.sessions.session import Session
 from protocol.errors import (
     InvalidValue,
@@ -121,6 +122,67 @@ def test_truncation_below_what_is_shared_copies_what_may_be_written(world: Sessi
     world.ledger.check()
     references = [world.sessions.frames.references(frame) for frame in fork.frames]
     assert references == [2] * 4 + [1] * 6
+
+
+def test_a_fork_gives_nobody_an_extent_that_only_its_source_had(world: SessionWorld) -> None:
+    """The source's second extent may be another uid's by the time that the fork is opened, or forked again."""
+    a_whole_extent = 4 * MIB // STRIDE
+    source, hole = world.create("a", 2), world.create("hole", 4)
+    filler = world.create("filler", a_whole_extent - 6, tokens=64 * a_whole_extent)
+    world.sessions.extend(world.first, ExtendSession(1, NOBODY, source.number, 1, 1))
+    world.acknowledge(source, list(range(192)), 192)
+    assert source.extents == {0, 1}
+    world.close(hole)  # where the forks' own pages go
+    fork = world.fork(source, 64 * 3, "b")
+    again = world.fork(fork, 64 * 3, "c")
+    for session in (filler, source):
+        world.close(session)
+    for session in (fork, again):
+        assert session.extents == {frame >> 32 for frame in session.frames} == {0}
+        world.detach(session)
+        assert {extent.number for extent in world.open(session.name, world.second).extents} <= {0}
+    world.fork(again, 64 * 3, "d", world.second)
+
+
+def cut_short(world: SessionWorld) -> tuple[Session, Session]:
+    """A session of ten pages whose holder moved its commit back to 100 rows and died before it truncated, and a fork.
+
+    The page of row 99 is shared, and the next holder would write row 100 to it.
+    """
+    source = filled(world, "a", 640)
+    fork = world.fork(source, 640, "b", world.second)
+    cut(world, source)
+    return source, fork
+
+
+def cut(world: SessionWorld, session: Session) -> None:
+    with world.worker_block(session) as block:
+        block.publish_commit(session.header.generation, 100)
+        block.truncate_tokens(100)
+    world.sessions.lease_ended(world.first)
+
+
+def test_an_opening_after_a_truncation_that_was_cut_short_copies_what_may_be_written(world: SessionWorld) -> None:
+    source, fork = cut_short(world)
+    shared, before = source.frames, world.committed("pages") + world.committed("shared_pages")
+    world.open("a", world.first)
+    assert source.frames[0] == shared[0]
+    assert not set(source.frames[1:9]) & set(fork.frames)
+    assert owner(world, source)[:2] == [tagged("a", page).decode() for page in range(2)]
+    world.write_page(source, 1, b"diverged")
+    assert owner(world, fork) == [tagged("a", page).decode() for page in range(10)]
+    assert world.committed("pages") + world.committed("shared_pages") == before + 8 * STRIDE
+
+
+def test_a_prefix_that_was_cut_and_written_again_is_not_found_by_its_old_tokens(world: SessionWorld) -> None:
+    source = filled(world, "a", 640)
+    digests = extend_chain(chain_start(PRINT, "q8g64"), struct.pack("<640i", *range(640)))
+    find = FindPrefix(1, NOBODY, PRINT, "q8g64", digests)
+    assert world.forks.find_prefix(world.first, find).pages == 10
+    cut(world, source)
+    world.open("a", world.first)
+    world.acknowledge(source, [7] * 540, 640)
+    assert world.forks.find_prefix(world.first, find).pages == 1
 
 
 def test_truncation_that_finds_no_room_changes_nothing(world: SessionWorld) -> None:
@@ -260,3 +322,57 @@ def test_the_longest_prefix_is_found_by_its_tokens(world: SessionWorld) -> None:
         find([b"short"])
     with pytest.raises(InvalidValue, match="digests"):
         find([bytes(32)] * 16385)
+
+
+def test_a_source_that_ends_before_what_it_shares_was_counted(world: SessionWorld) -> None:
+    source = filled(world, "a", 640)
+    for name in ("b", "c"):
+        world.forks.fork(world.first, ForkSession(1, NOBODY, source.number, source.header.generation, 640, name))
+    assert world.committed("shared_pages") == 0, "nobody has asked for a count yet"
+    world.close(source)
+    world.ledger.check()
+    assert {world.sessions.frames.references(frame) for frame in world.session("b").frames[:9]} == {2}
+    world.close(world.session("b"))
+    assert owner(world, world.session("c")) == [tagged("a", page).decode() for page in range(10)]
+
+
+def test_a_source_that_is_truncated_amid_a_fork_refuses_it(
+    world: SessionWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = filled(world, "a", 640, list(range(640)))
+    before = [(str(entry.account), entry.balance.committed) for entry in world.ledger.entries()]
+    copy_log = SessionBlocks.copy_log
+
+    def cut(blocks: SessionBlocks, of: SessionBlocks, tokens: int) -> None:
+        copy_log(blocks, of, tokens)
+        with world.worker_block(source) as block:
+            block.truncate_tokens(600)
+
+    monkeypatch.setattr(SessionBlocks, "copy_log", cut)
+    with pytest.raises(SessionBusy, match="truncated while it was forked"):
+        world.fork(source, 640, "b")
+    assert [(str(entry.account), entry.balance.committed) for entry in world.ledger.entries()] == before
+
+
+def test_frames_that_a_thread_writes_go_to_nobody_else_meanwhile(world: SessionWorld) -> None:
+    session = filled(world, "a", 640)
+    written, others = session.frames[:4], 16 * MIB // STRIDE - 4
+    with world.sessions.frames.keeping(written):
+        world.close(session)
+        assert world.committed("pages") == 4 * STRIDE
+        filler = world.create("b", others, tokens=64 * others)
+        assert not set(filler.frames) & set(written)
+        with pytest.raises(OutOfCapacity):
+            world.create("c", 1)
+    world.ledger.check()
+    assert set(world.create("d", 4).frames) == set(written)
+
+
+def test_a_fork_of_few_rows_is_granted_the_extents_of_those(world: SessionWorld) -> None:
+    most = 2 * 4 * MIB // STRIDE
+    source = world.create("a", most, tokens=64 * most)
+    world.acknowledge(source, list(range(64 * most)), 64 * most)
+    assert len(source.extents) == 2
+    request = ForkSession(1, NOBODY, source.number, source.header.generation, 100, "b")
+    opened = world.forks.fork(world.second, request)
+    assert {extent.number for extent in opened.extents} == {frame >> 32 for frame in world.session("b").frames}

@@ -12,7 +12,8 @@ import pytest
 
 from kvd.alloc.ledger import Account, Ledger
 from kvd.tiers import segment
-from kvd.tiers.host_ram import HostRam, frame_extent, frame_index
+from kvd.tiers.extent import frame_extent, frame_index
+from kvd.tiers.host_ram import HostRam
 from protocol.errors import InvalidValue, LedgerMismatch, OutOfCapacity, UnknownHandle
 
 KIB, MIB = 1024, 1024**2

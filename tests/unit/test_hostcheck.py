@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.hostcheck import HostRoots, memory_limits, require_memory, tightest_limit
+from kvd.hostcheck import HostRoots, SmallSizes, memory_limits, require_memory, tightest_limit
 from protocol.errors import OsFailure, OutOfCapacity
 
 GIB = 1024**3
@@ -124,3 +124,28 @@ def test_this_host_can_be_read() -> None:
     limits = memory_limits()
     assert all(0 <= limit.free <= limit.capacity for limit in limits)
     assert limits[0].name.startswith("MemAvailable")
+
+
+def test_small_sizes_are_looked_up_again_before_they_add_up(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = host.roots.proc / "meminfo"
+
+    def available(nbytes: int) -> None:
+        meminfo.write_text(f"MemTotal: {2048 * GIB // 1024} kB\nMemAvailable: {nbytes // 1024} kB\n")
+
+    clock = [100.0]
+    monkeypatch.setattr("kvd.hostcheck.time.monotonic", lambda: clock[0])
+    available(3 * GIB)
+    sizes = SmallSizes(host.roots)
+    sizes.require(GIB // 2)
+    available(GIB)
+    sizes.require(GIB)  # not looked up: there was plenty just now
+    with pytest.raises(OutOfCapacity, match="MemAvailable"):
+        sizes.require(GIB + 1)  # there would not be, so it is
+    available(8 * GIB)
+    sizes.require(GIB)
+    available(GIB)
+    clock[0] += 0.4
+    sizes.require(2 * GIB)
+    clock[0] += 0.2
+    with pytest.raises(OutOfCapacity):
+        sizes.require(2 * GIB)

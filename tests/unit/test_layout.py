@@ -10,6 +10,7 @@ from protocol.errors import InvalidValue
 from protocol.layout import (
     ENCODINGS,
     F32,
+    FP8_DS_MLA,
     PAGE_TOKENS,
     Q8G64,
     IndexGroup,
@@ -41,6 +42,13 @@ class TestEncodings:
         assert rows.row_bytes == latent + scales + rope == 656
         assert (rows.scale_count, rows.scale_group) == (8, 64)
 
+    def test_fp8_ds_mla_row(self) -> None:
+        rows = FP8_DS_MLA.rows
+        latent, scales, rope = 512 * 1, 4 * 4, 64 * 2
+        assert (rows.scales_offset, rows.rope_offset) == (latent, latent + scales)
+        assert rows.row_bytes == latent + scales + rope == Q8G64.rows.row_bytes, "equal sizes, not equal formats"
+        assert (rows.scale_count, rows.scale_group) == (4, 128)
+
     def test_f32_row(self) -> None:
         assert F32.rows.rope_offset == 512 * 4
         assert F32.rows.row_bytes == (512 + 64) * 4
@@ -59,7 +67,7 @@ class TestEncodings:
         assert encoding.keys.block_bytes % 16 == 0
 
     def test_unknown_encoding_is_refused_with_the_known_ones(self) -> None:
-        with pytest.raises(InvalidValue, match="'fp8'; allowed: one of f32, q8g64"):
+        with pytest.raises(InvalidValue, match="'fp8'; allowed: one of f32, fp8_ds_mla, q8g64"):
             encoding_named("fp8")
 
 

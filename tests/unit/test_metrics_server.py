@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 
+from kvd.blocks.model import Counts
 from kvd.metrics import server as metrics_server
 from kvd.metrics.counters import Counters
 from kvd.metrics.exporter import Snapshot
@@ -37,7 +39,7 @@ class Loop:
 
     def _take(self) -> Snapshot:
         self.taken += 1
-        return Snapshot(STATS, Counters(), {}, {}, {}, 0.0)
+        return Snapshot(STATS, Counters(), {}, {}, {}, [], 0.0, {}, asdict(Counts()), 0.0)
 
     def _run(self) -> None:
         while not self._stop.wait(self._delay_s):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.commands import plan
-from kvd.commands.footprint import Footprint
+from kvd.planning.footprint import Footprint
 from protocol.errors import InvalidValue
 from protocol.layout import F32, Q8G64
 from protocol.model import DEEPSEEK_V3_2, DEMO, GLM_5_3
@@ -236,7 +236,7 @@ class TestCommand:
             (("--ring-pages", "0"), "--ring-pages is '0'"),
             (("--host-bytes", "lots"), "--host-bytes is 'lots'"),
             (("--vram-bytes", "-1GiB"), "--vram-bytes is '-1GiB'"),
-            (("--encoding", "fp8_ds_mla"), "encoding is 'fp8_ds_mla'"),
+            (("--encoding", "int4"), "encoding is 'int4'"),
             (("--model", "nowhere/config.json"), "model is 'nowhere/config.json'"),
             (("--model", "/dev/null"), "model config file is '/dev/null'"),
         ],

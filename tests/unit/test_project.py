@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "protocol" / "SPEC.md"])
 LONGEST_FILE = 400
+
+
+PERMISSIVE = re.compile(r"Apache|BSD|MIT|Python Software Foundation|matplotlib")
+SHIPPED = [
+    requirement
+    for extra, requirements in PROJECT["project"]["optional-dependencies"].items()
+    if extra not in ("test", "fuzz")
+    for requirement in requirements
+]
+"""Of all extras but those that only tests need."""
 
 
 def relative(path: Path) -> str:
@@ -60,6 +71,19 @@ class TestPackaging:
     def test_the_licence_is_there(self) -> None:
         assert PROJECT["project"]["license"] == "Apache-2.0"
         assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
+
+    @pytest.mark.parametrize("requirement", PROJECT["project"]["dependencies"] + SHIPPED, ids=str)
+    def test_what_it_stands_on_may_be_used_by_anybody(self, requirement) -> None:
+        """The licences that packages name: permissive ones, for what a user installs."""
+        try:
+            about = metadata.metadata(re.split("[<>=]", requirement)[0])
+        except metadata.PackageNotFoundError:
+            pytest.skip("is not installed here")
+        fields = ("License-Expression", "License", "Classifier")
+        lines = [line.split("\n")[0] for field in fields for line in about.get_all(field, [])]
+        named = "; ".join(line for line in lines if "::" not in line or line.startswith("License"))
+        assert PERMISSIVE.search(named), named
+        assert not re.search(r"GPL|Commercial|Proprietary", named), named
 
     @pytest.mark.parametrize("package", ["kvd", "protocol"])
     def test_daemon_and_protocol_run_without_torch(self, package) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import xxhash
 
-from protocol import errors, handles, messages, session_state, stats
+from protocol import errors, handles, lease_report, messages, session_state, stats
 from protocol.codec import CONTROL_LIMIT, HANDLE_LIMIT
 from protocol.layout import ENCODINGS, Q8G64
 from protocol.model import GLM_5_3
@@ -31,8 +31,17 @@ STRUCTURES = {
             handles.Extent,
             messages.DeviceInfo,
             messages.SavedSession,
+            messages.SettingChange,
         ),
-        *(stats.NodeStats, stats.TierStats, stats.PurposeStats, stats.LeaseStats, stats.SessionStats),
+        *(
+            stats.NodeStats,
+            stats.TierStats,
+            stats.PurposeStats,
+            stats.LeaseStats,
+            stats.SessionStats,
+            stats.StallStats,
+            stats.BlockStats,
+        ),
     )
 }
 MESSAGES = {
@@ -94,13 +103,14 @@ def test_purposes_are_listed():
 
 
 def all_errors(cls: type[errors.KvdError]) -> list[type[errors.KvdError]]:
-    return [cls, *(found for sub in cls.__subclasses__() for found in all_errors(sub))]
+    """Those of the protocol: a server has errors of its own, which do not cross the wire."""
+    found = [cls, *(found for sub in cls.__subclasses__() for found in all_errors(sub))]
+    return [each for each in found if each.__module__ == errors.__name__]
 
 
 def test_every_error_code_with_its_exit_status():
-    ours = [cls for cls in all_errors(errors.KvdError) if cls.__module__ == errors.__name__]
     listed = [(row[0], int(row[1])) for row in table("6. Errors")]
-    assert listed == [(cls.code, cls.exit_status) for cls in ours]
+    assert listed == [(cls.code, cls.exit_status) for cls in all_errors(errors.KvdError)]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +124,7 @@ def test_every_error_code_with_its_exit_status():
         errors.StateVersion(1, 2),
         errors.CopybackLag("notes", 65, 64),
         errors.OutOfCapacity("host", 10, 5, 20, ["notes"]),
+        errors.TierInUse("host", 10, 15, ["notes"]),
     ],
     ids=lambda error: error.code,
 )
@@ -214,6 +225,39 @@ def test_worker_block_offsets():
     assert f"(at most {SAMPLER_BYTES:,})" in SPEC
 
 
+def test_report_block_offsets():
+    rows = {field: (int(offset), nbytes) for offset, nbytes, field, _ in table("report block")}
+    data = bytearray(lease_report.REPORT_BYTES)
+    data[:16] = lease_report.pack_report_header()
+    writer = lease_report.ReportWriter(memoryview(data))
+    writer.memory("GPU-1", 1000, 2000)
+    for nanoseconds in [7_000_000] * 17 + [300_000_000]:
+        writer.gap(nanoseconds)
+
+    def word(field: str, index: int = 0) -> int:
+        at = rows[field][0] + 8 * index
+        return int.from_bytes(data[at : at + 8], "little")
+
+    assert data[rows["magic"][0] :][:8] == b"KVDREPRT"
+    assert word("version") == lease_report.REPORT_VERSION
+    assert data[rows["device"][0] :][: int(rows["device"][1])].rstrip(b"\0") == b"GPU-1"
+    assert (word("torch_reserved"), word("context")) == (1001, 2001)
+    assert (word("gap_sum"), word("gap_longest"), word("stalls")) == (17 * 7_000_000 + 300_000_000, 300_000_000, 1)
+    (meaning,) = (row[3] for row in table("report block") if row[2] == "buckets")
+    bounds = re.findall(
+        r"\d+",
+        meaning.split("at most")[1]
+        .split("ms")[0]
+        .replace("1,000", "1000")
+        .replace("2,000", "2000")
+        .replace("5,000", "5000"),
+    )
+    assert tuple(map(int, bounds)) == lease_report.GAP_BOUNDS_MS
+    assert [word("buckets", index) for index in range(len(bounds) + 1)] == [0, 0, 0, 17, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+    assert word("latest", 1) == 300_000_000
+    assert rows["latest"][0] + 16 * lease_report.STALLS_KEPT <= lease_report.REPORT_BYTES
+
+
 @pytest.mark.parametrize(("column", "mtp"), [(1, False), (2, True)])
 def test_the_page_of_glm_5_3(column, mtp):
     page = GLM_5_3.page_format(Q8G64, mtp=mtp)
@@ -241,7 +285,8 @@ def test_encodings():
     short = {"e4m3": "float8_e4m3fn"}
     for name, encoding in ENCODINGS.items():
         layout, (latent, scales, rope, row_bytes) = encoding.rows, rows[name]
-        assert latent == f"0: {layout.latent_dtype}"
+        kind = latent.removeprefix("0: ")
+        assert short.get(kind, kind) == layout.latent_dtype
         assert rope == f"{layout.rope_offset}: {layout.rope_dtype}"
         assert int(row_bytes) == layout.row_bytes
         if layout.scale_count:

@@ -8,9 +8,9 @@ from types import MappingProxyType
 import pytest
 
 from kvd import logs
-from kvd.config import KEYS, Config, LimitsConfig, LogConfig
+from kvd.config import KEYS, Config, LimitsConfig, LogConfig, with_value
 from kvd.daemon import Daemon
-from kvd.reload import merge
+from kvd.reload import RESTART, merge, taken_up
 
 
 def test_what_may_change_changes_and_the_rest_stays() -> None:
@@ -23,23 +23,36 @@ def test_what_may_change_changes_and_the_rest_stays() -> None:
         log=LogConfig(format="json", level="debug"),
         origins=MappingProxyType(dict.fromkeys(KEYS, "a file")),
     )
-    outcome = merge(running, wanted)
+    outcome = merge(running, wanted, running)
     assert outcome.config == dataclasses.replace(
         running, drain_timeout_s=5.0, limits=wanted.limits, log=LogConfig(level="debug")
     )
-    assert outcome.changed == {
-        "drain_timeout_s": "30.0 → 5.0",
-        "limits.max_leases": "256 → 7",
-        "log.level": '"info" → "debug"',
+    assert outcome.words == {
+        "device": ('"cuda"', '"cpu"'),
+        "drain_timeout_s": ("30.0", "5.0"),
+        "limits.max_leases": ("256", "7"),
+        "log.format": ('"auto"', '"json"'),
+        "log.level": ('"info"', '"debug"'),
     }
-    assert outcome.refused == {"device": '"cuda" → "cpu"', "log.format": '"auto" → "json"'}
+    assert outcome.refused == {"device": RESTART, "log.format": RESTART}
+    assert outcome.limits == []
     assert outcome.config.origins["limits.max_leases"] == "a file"
     assert outcome.config.origins["device"] == "default"
 
 
 def test_settings_that_stay_the_same_are_neither_changed_nor_refused() -> None:
-    outcome = merge(Config(), Config())
-    assert (outcome.config, dict(outcome.changed), dict(outcome.refused)) == (Config(), {}, {})
+    outcome = merge(Config(), Config(), Config())
+    assert (outcome.config, dict(outcome.words), dict(outcome.refused), outcome.limits) == (Config(), {}, {}, [])
+
+
+def test_a_limit_that_an_operator_changed_stays_until_the_setting_changes() -> None:
+    read = Config()
+    running = with_value(read, KEYS["host.capacity"], 4 << 30, "kvd admin resize")
+    assert merge(running, read, read).limits == []
+    assert merge(running, with_value(read, KEYS["host.capacity"], 8 << 30, "a file"), read).limits == ["host.capacity"]
+    same = with_value(read, KEYS["host.capacity"], 4 << 30, "a file")
+    assert merge(running, same, read).limits == [], "it is so already"
+    assert taken_up(read, running).host.capacity == read.host.capacity
 
 
 class Recorder:

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from protocol.errors import SavedRefused
-from tests.saved_files import FIELDS, Parts, make, mutated, read, resealed
+from tests.saved_files import FIELDS, Parts, make, mutated, read, read_page_by_page, resealed
 from tests.trials import report
 
 pytestmark = pytest.mark.leaks_per_module
@@ -55,6 +55,20 @@ def test_other_versions_are_refused_by_name(pool: ThreadPoolExecutor) -> None:
             read(junk, pool)
 
 
+def check_pages(data: bytes, damaged: bytes, pool: ThreadPoolExecutor, *, sealed: bool) -> int:
+    """Read page by page, each page is as it was, or refused. Returns 1 if there was any of each kind."""
+    try:
+        found = read_page_by_page(damaged, pool)
+    except SavedRefused:
+        return 0
+    parts = Parts(damaged if sealed else data)
+    pages = parts.content(damaged if sealed else data)[3]
+    whole = [pages[start : start + parts.stride] for start in range(0, len(pages), parts.stride)]
+    refused = [page for page, content in enumerate(found) if content != whole[page]]
+    assert all(set(found[page]) == {0xEE} for page in refused), refused
+    return int(0 < len(refused) < len(found))
+
+
 @pytest.mark.parametrize(
     "count", [SHORT, pytest.param(LONG, marks=[pytest.mark.torture, pytest.mark.timeout(7200)])], ids=["short", "long"]
 )
@@ -74,6 +88,7 @@ def test_no_damaged_file_is_accepted(pool: ThreadPoolExecutor, count: int) -> No
             damaged = resealed(damaged)
         if damaged == data:
             continue
+        outcomes["pages_alone"] += check_pages(data, damaged, pool, sealed=sealed)
         try:
             _, state, pages = read(damaged, pool)
         except SavedRefused:
@@ -84,4 +99,5 @@ def test_no_damaged_file_is_accepted(pool: ThreadPoolExecutor, count: int) -> No
         outcomes["whole_again"] += 1
     report("damaged files accepted wrongly", count, **outcomes)
     assert outcomes["refused"] > count / 2
+    assert outcomes["pages_alone"] > count / 10
     assert outcomes["whole_again"] > 0

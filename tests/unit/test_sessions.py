@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 import pytest
 import structlog
 
-import kvd.sessions.blocks
 from kvd.alloc.ledger import Ledger
 from kvd.config import LimitsConfig
 from kvd.leases import Lease, Leases
@@ -19,7 +19,6 @@ from kvd.peers import Process, peer_of_socket
 from kvd.sessions.registry import Sessions
 from kvd.sessions.session import HOST_TIER, Session
 from kvd.tiers.host_ram import HostRam
-from kvd.tiers.segment import create_segments
 from protocol.daemon_block import read_daemon_block
 from protocol.errors import (
     FingerprintMismatch,
@@ -209,16 +208,18 @@ def test_creation_that_fails_in_the_middle_leaves_nothing(
     """The system has no room for the first block, or for the second one."""
     calls = 0
 
-    def refuse(names, nbytes, **options):
+    def refuse(fd: int, offset: int, nbytes: int) -> None:
         nonlocal calls
         calls += 1
         if calls == failing:
-            raise OutOfCapacity("host memory", nbytes, 0, 0)
-        return create_segments(names, nbytes, **options)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(fd, offset, nbytes)
+
+    allocate = os.posix_fallocate
 
     before = world.snapshot()
     with monkeypatch.context() as patch:
-        patch.setattr(kvd.sessions.blocks, "create_segments", refuse)
+        patch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(OutOfCapacity):
             world.create()
     assert calls == failing

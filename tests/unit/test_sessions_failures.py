@@ -10,9 +10,9 @@ from typing import Any
 import posix_ipc
 import pytest
 
-from kvd.tiers.mapping import SharedMapping
 from protocol.errors import KvdError
 from protocol.messages import CloseSession, DetachSession, TruncateSession
+from tests.trials import report_all
 from tests.unit.test_sessions import NOBODY, World, extend
 from tests.unit.test_sessions import world as world  # the fixture
 
@@ -21,7 +21,7 @@ STEPS: list[tuple[Any, str, Exception]] = [
     (os, "ftruncate", OSError(errno.ENOMEM, "Cannot allocate memory")),
     (os, "open", OSError(errno.EMFILE, "Too many open files")),
     (posix_ipc, "SharedMemory", OSError(errno.EMFILE, "Too many open files")),
-    (SharedMapping, "populate", KvdError("populating refused")),
+    (os, "posix_fallocate", OSError(errno.ENOSPC, "No space left on device")),
 ]
 VERBS: dict[str, Callable[[World], object]] = {
     "create": lambda world: world.create(),
@@ -79,6 +79,7 @@ def test_a_failing_step_leaves_everything(
             pytest.fail(f"{verb} never gets through")
         world.ledger.check()
     assert not list(world.sessions)
+    report_all(f"failures of {name}", failures, persistent=persistent)
     assert failures, "no step failed: nothing was shown"
 
 

@@ -1,0 +1,46 @@
+"""CUDA C++ is compiled at run time: for which GPUs, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from cuda.bindings import nvrtc
+
+from compute.kernels.cuda_source import compiled
+from compute.kernels.topk_cluster import DEFINES
+from protocol.errors import NoDevice
+
+
+def _has_nvrtc() -> bool:
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError:
+        return False
+    return True
+
+
+NVRTC = _has_nvrtc()
+needs_nvrtc = pytest.mark.skipif(not NVRTC, reason="needs NVRTC, which torch's builds for CUDA bring")
+
+
+def _defines(cluster: int, **changed: int) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted((DEFINES | {"CLUSTER": cluster} | changed).items()))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("cluster", [8, 16])
+def test_the_selection_compiles(cluster: int) -> None:
+    assert compiled("topk_cluster", (9, 0), _defines(cluster)).startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+def test_what_does_not_compile_is_said() -> None:
+    with pytest.raises(
+        NoDevice, match=r"topk_cluster.cu cannot be compiled for compute capability 9.0: .*shared memory"
+    ):
+        compiled("topk_cluster", (9, 0), _defines(16, SHARED_BYTES=1024))
+
+
+@pytest.mark.skipif(NVRTC, reason="NVRTC is here")
+def test_without_nvrtc_the_library_is_named() -> None:
+    with pytest.raises(NoDevice, match="libnvrtc"):
+        compiled("topk_cluster", (9, 0), _defines(16))

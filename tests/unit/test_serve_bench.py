@@ -1,0 +1,92 @@
+"""``kvd-bench serve``: the trace that it draws, what it calls right, and all of it once, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cli import main
+from benchmarks.report import Row
+from benchmarks.serve import rows_of
+from benchmarks.serve_trace import SHORTEST, Answer, draw
+from compute.decode.sampler import GREEDY
+from tests.blackbox.scheduling import CONFIG
+
+
+def test_a_trace_is_its_seeds() -> None:
+    trace = draw(200, 50.0, 3, 1000, 256, 32)
+    assert trace == draw(200, 50.0, 3, 1000, 256, 32)
+    assert trace != draw(200, 50.0, 4, 1000, 256, 32)
+    lengths = sorted(len(asked.prompt) for asked in trace)
+    assert SHORTEST <= lengths[0] < 16 < lengths[100] < 128 < lengths[-1] <= 256
+    assert {asked.tokens for asked in trace} == set(range(SHORTEST, 33))
+    assert [asked.sampling is GREEDY for asked in trace] == [True, False] * 100
+    due = [asked.due_s or 0.0 for asked in trace]
+    assert due == sorted(due)
+    assert 2 < due[-1] < 8, "200 requests, 50 a second"
+    assert {asked.due_s for asked in draw(5, 0.0, 3, 1000, 256, 32)} == {None}
+
+
+def answers() -> list[Answer]:
+    return [Answer([1, 2, 3], 0.2, [0.1, 0.3]), Answer([4], 0.1, [])]
+
+
+def rows(served: list[Answer], drift: int = 0) -> dict[str, Row]:
+    trace = draw(2, 0.0, 3, 10, 16, 16)
+    return {row.case: row for row in rows_of(trace, served, 2.0, answers(), 4.0, {"host": drift})}
+
+
+def test_what_is_wrong_misses_its_goal() -> None:
+    right = rows(answers())
+    assert all(row.met is not False for row in right.values())
+    assert sum(row.met is True for row in right.values()) == 3
+    assert (right["gap between tokens, p99"].value, right["gap between tokens, p99"].floor) == (300, 300)
+    assert right["time to first token, p50"].value == 200
+    assert (right["output tokens of all requests"].value, right["output tokens of all requests"].floor) == (2, 1)
+    other, failed = answers(), answers()
+    other[0].tokens[2], failed[1].error = 9, "no"
+    assert rows(other)["answers that differ from those alone"].met is False
+    assert rows(failed)["requests that failed"].met is False
+    assert rows(answers(), -1)["host: bytes requested more or less than before"].met is False
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--requests 0", "--requests is 0; allowed: 1"),
+        ("--clients 0", "--clients is 0"),
+        ("--rate -1", "--rate is -1.0; allowed: at least 0"),
+        ("--output 7", "--output is 7; allowed: 8"),
+        ("--mtp 4", "--mtp is 4; allowed: 0 to 3"),
+        ("--hot-rows 10", "--hot-rows is 10"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *options.split()]) == 64
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_small_trace_on_a_cpu(tmp_path: Path) -> None:
+    """With drafts and at a rate: each answer as alone, and no byte missing."""
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(asdict(CONFIG)))
+    options = "--requests 6 --clients 3 --rate 20 --mtp 1 --prompt 200 --output 20 --chunk 64 --json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cli", "serve", "--model", str(model), *options.split()],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    written = json.loads(done.stdout)
+    values = {row["case"]: row["value"] for row in written["rows"]}
+    assert values["distinct output tokens"] > 8
+    assert values["output tokens"] == sum(asked.tokens for asked in draw(6, 20.0, 0, 256, 200, 20))
+    assert [row["met"] for row in written["rows"] if row["goal"] is not None] == [True] * 4
+    assert written["settings"]["hot_rows"] == 2048
