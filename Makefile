@@ -1,7 +1,7 @@
 # Targets: make help. Variables are given on the command line: make demo DEVICE=cuda
 
 PYTHON ?= python3
-EXTRAS ?= worker,cuda,metrics,test,bench
+EXTRAS ?= worker,cuda,metrics,serve,test,bench
 # One release for machines with and without a GPU: pip takes its CPU build where the index in use has one, and an open
 # range could bring gigabytes of a newer CUDA build.
 TORCH ?= torch==2.13.0
@@ -38,7 +38,7 @@ SYSTEM_PACKAGES := --system-site-packages
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test torture lint format bench install deb clean
+.PHONY: help setup demo test torture sanitize lint format bench man install deb clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ torture: export OMP_NUM_THREADS ?= 1
 torture: $(STAMP) ## Run the long trials, for hours, and print how many there were
 	$(BIN)/python -m pytest -m torture -s $(ARGS)
 
+sanitize: $(STAMP) ## Run every kernel under compute-sanitizer, on a GPU (ARGS="--tool memcheck --only KERNEL")
+	$(BIN)/python -m tests.kernels.sanitize $(ARGS)
+
 lint: $(STAMP) ## Check style, types and imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,6 +85,9 @@ format: $(STAMP) ## Put the code into its format
 
 bench: $(STAMP) ## Run a bench (ARGS="kernels --json")
 	$(BIN)/kvd-bench $(if $(ARGS),$(ARGS),--help)
+
+man: $(STAMP) ## Make manual pages of all commands in build/man
+	@$(BIN)/python -m kvd.manual build/man kvd.cli:parser kvd.commands.stat:parser compute.cli:parser
 
 # The environment outside a checkout needs nothing of .venv; PYTHON is the one it will run with.
 PACKAGE = PYTHON="$(PYTHON)" EXTRAS="$(INSTALL_EXTRAS)" PIP_FLAGS="$(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)))"

@@ -31,6 +31,14 @@ sed -i "/^command = /d" "$DESTDIR$home/pyvenv.cfg"
 mkdir -p "$DESTDIR$prefix/bin"
 ln -sf "$home/bin/kvd" "$home/bin/kvd-stat" "$DESTDIR$prefix/bin/"
 
+# Manual pages. That of a worker, which lives elsewhere, needs torch to be made: it is here after `make man`.
+man=$DESTDIR$prefix/share/man
+"$DESTDIR$home/bin/python" -m kvd.manual "$man" kvd.cli:parser kvd.commands.stat:parser
+if [ -e "$source/build/man/man1/kvd-worker.1" ]; then
+    cp "$source/build/man/man1/kvd-worker.1" "$man/man1/"
+fi
+gzip -9nf "$man"/man1/kvd*.1 "$man/man5/kvd.toml.5"
+
 # Units, with the paths of this prefix.
 put() { # FOLDER FILE...
     folder=$DESTDIR$1
