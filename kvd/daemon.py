@@ -63,13 +63,19 @@ class Daemon:
         self._last_progress = self._last_check = time.monotonic()
         self._stopping = self._reload_wanted = self._drain_wanted = self._save_wanted = False
         self._saving = self._serving = self._reloading = False
+        self._hurried_by = 0
 
     def run(self) -> None:
-        """Serve until a signal to stop, then drain. Raises the typed error of whatever keeps it from starting."""
+        """Serve until a signal to stop, then drain. Raises the typed error of whatever keeps it from starting.
+
+        Raises `SystemExit` with 128 + the number of a second signal, which ends it without waiting for leases.
+        """
         try:
             self._serve()
         except _Interrupted:
             self._log.info("stopped before it was ready")
+        if self._hurried_by:
+            raise SystemExit(128 + self._hurried_by)
 
     def _serve(self) -> None:
         with ExitStack() as cleanup:
@@ -216,17 +222,23 @@ class Daemon:
         self._loop.watch(self._wake_read.fileno(), self._woken)
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
-        """Hang-up: read the settings again. First signal to stop: when it is time. Second: at once."""
+        """Hang-up: read the settings again. First signal to stop: drain. Second: do not wait for the leases.
+
+        It only notes what is wanted: to raise here would leave a change of the books half done.
+        """
         if number == signal.SIGHUP:
             self._reload_wanted = True
-            return
-        if self._stopping:
-            raise SystemExit(128 + number)
-        self._stopping = self._drain_wanted = True
+        elif self._stopping:
+            self._hurried_by = number
+        else:
+            self._stopping = self._drain_wanted = True
 
     def _woken(self) -> None:
         """A signal came while the loop was waiting."""
         self._wake_read.recv(64)
+        if self._hurried_by:
+            self._loop.stop()
+            return
         if self._reload_wanted:
             self._reload_wanted = False
             self._reload()

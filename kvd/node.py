@@ -236,16 +236,17 @@ class Node:
 
     def close(self) -> None:
         """Give everything back, whoever holds it."""
-        self.jobs.close()
-        self.block_spilling.close()
-        if self.copies is not None:
-            self.copies.close()
-        self.sessions.close_all()
-        self.blocks.close()
-        self.vram.close()
-        self.host.close()
-        for lease in self.leases:
-            self.leases.end(lease)
+        with ExitStack() as steps:  # each is taken even if another fails; the last one first
+            for lease in self.leases:
+                steps.callback(self.leases.end, lease)
+            steps.callback(self.host.close)
+            steps.callback(self.vram.close)
+            steps.callback(self.blocks.close)
+            steps.callback(self.sessions.close_all)
+            if self.copies is not None:
+                steps.callback(self.copies.close)
+            steps.callback(self.block_spilling.close)
+            steps.callback(self.jobs.close)
 
     def _quit(self, lease: Lease) -> None:
         """By its process's own word nothing that the lease had of blocks is used, and another has what it mapped."""

@@ -152,6 +152,23 @@ def test_signal_drains_and_lets_leases_finish(run_dir: Path) -> None:
     assert os.listdir(run_dir) == ["kvd.lock"]
 
 
+def test_second_signal_waits_for_the_books(run_dir: Path) -> None:
+    command = (sys.executable, "-m", "tests.blackbox.hurried_daemon")
+    with DaemonProcess(run_dir, command, drain_timeout_s="60") as process:
+        process.wait_ready()
+        with WorkerProcess(run_dir, "committed") as worker, Client(run_dir) as client:
+            segments = process.segments
+            client.allocate_device("cpu", 1, "ring")
+            process.process.send_signal(signal.SIGTERM)
+            while not process.stat().draining:
+                time.sleep(0.01)
+            worker.kill()  # its memory is released, and there the signal comes
+            assert process.wait() == 128 + signal.SIGINT
+        assert '"stopped"' in process.log
+        assert process.segments_left(segments) == []
+    assert os.listdir(run_dir) == ["kvd.lock"]
+
+
 def test_drain_ends_when_the_last_lease_does(run_dir: Path) -> None:
     with DaemonProcess(run_dir, drain_timeout_s="60") as process:
         process.wait_ready()
