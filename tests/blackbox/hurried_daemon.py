@@ -22,5 +22,5 @@ def _interrupted(driver: CpuDriver, block: DeviceBlock) -> None:
 
 
 if __name__ == "__main__":
-    CpuDriver.release = _interrupted  # type: ignore[method-assign]
+    CpuDriver.release = _interrupted  # type: ignore[assignment, method-assign]
     sys.exit(main())
