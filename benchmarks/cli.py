@@ -40,6 +40,7 @@ BENCHES = [
     Bench("report", "benchmarks.gather", "all kept results in one HTML and Markdown report"),
     Bench("cache-sim", "benchmarks.cache_sim", "miss rates of replacement policies, on a CPU"),
     Bench("prefix-engine", "benchmarks.prefix_engine", "first token after an engine was started again, with vLLM"),
+    Bench("engine-copies", "benchmarks.engine_copies", "an engine's blocks on a GPU to frames and back"),
     Bench("attach", "benchmarks.attach", "how long mapping and registering the host tier takes"),
 ]
 

@@ -17,17 +17,17 @@ PROGRAMS = 264
 """Two for each multiprocessor of an H200: enough reads in flight for the bus, and most of the GPU left alone."""
 
 
-def copy_pieces(pieces: torch.Tensor) -> None:
+def copy_pieces(pieces: torch.Tensor, *, programs: int = PROGRAMS) -> None:
     """Copy every piece of int64 [n, 3] (source, destination, bytes) on the current stream.
 
-    Every address is one that the device of ``pieces`` can reach. Ranges do not overlap. Raises `InvalidValue` for a
-    table of another type or shape; addresses are not looked at.
+    Every address is one that the device of ``pieces`` can reach. Ranges do not overlap. No more than ``programs`` of
+    the kernel run at a time. Raises `InvalidValue` for a table of another type or shape; addresses are not looked at.
     """
     if pieces.dtype != torch.int64 or pieces.dim() != 2 or pieces.shape[1] != 3 or not pieces.is_contiguous():
         raise InvalidValue("table of pieces", f"{pieces.dtype} {tuple(pieces.shape)}", "contiguous int64 [n, 3]")
     count = pieces.shape[0]
     if count:
-        _pieces_kernel[(min(count, PROGRAMS),)](pieces, count)
+        _pieces_kernel[(min(count, programs),)](pieces, count)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -78,10 +78,13 @@ class CudaCopies:
                 if value % WORD:
                     raise InvalidValue(f"{what} of a layer's blocks", value, f"a multiple of {WORD}, on a GPU")
         self._torch = torch
-        self._regions = regions
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._registered: dict[int, MappedExtent] = {}
+        columns = [(region.address, region.stride, region.nbytes) for region in regions]
+        self._address, self._stride, self._nbytes = torch.tensor(columns, dtype=torch.int64).unbind(1)
+        self._offset = self._nbytes.cumsum(0) - self._nbytes  # of the region's piece in a frame
+        self._table = torch.empty((0, 3), dtype=torch.int64)
 
     def mark(self) -> object:
         return self._torch.cuda.current_stream(self._device).record_event()
@@ -96,22 +99,31 @@ class CudaCopies:
                 self._registered[extent.address] = extent
 
     def save(self, blocks: Sequence[int], frames: Sequence[int], after: object) -> None:
-        self._copy([(engine, frame, nbytes) for engine, frame, nbytes in self._pieces(blocks, frames)], after)
+        engine, frame = self._pieces(blocks, frames)
+        self._copy(engine, frame, after)
 
     def load(self, blocks: Sequence[int], frames: Sequence[int], after: object) -> None:
-        self._copy([(frame, engine, nbytes) for engine, frame, nbytes in self._pieces(blocks, frames)], after)
+        engine, frame = self._pieces(blocks, frames)
+        self._copy(frame, engine, after)
 
-    def _pieces(self, blocks: Sequence[int], frames: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        return pieces(self._regions, blocks, frames)
+    def _pieces(self, blocks: Sequence[int], frames: Sequence[int]) -> tuple[Any, Any]:
+        """Addresses in the engine and in frames, int64 [blocks, regions]: what `pieces` lists."""
+        tensor, int64 = self._torch.tensor, self._torch.int64
+        engine = self._address + tensor(blocks, dtype=int64)[:, None] * self._stride
+        return engine, tensor(frames, dtype=int64)[:, None] + self._offset
 
-    def _copy(self, moves: list[tuple[int, int, int]], after: Any) -> None:
+    def _copy(self, source: Any, destination: Any, after: Any) -> None:
         from compute.kernels.pieces import copy_pieces
 
         torch = self._torch
+        count = source.numel()
+        if count > len(self._table):
+            self._table = torch.empty((count, 3), dtype=torch.int64).pin_memory()
+        table = self._table[:count]  # nobody reads it any more: every copy is waited for
+        table.view(*source.shape, 3).copy_(torch.stack((source, destination, self._nbytes.expand_as(source)), dim=2))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
-            table = torch.tensor(moves, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
-            copy_pieces(table)
+            copy_pieces(table.to(self._device, non_blocking=True))
             self._stream.record_event().synchronize()
 
     def _register(self, nbytes: int, address: int) -> None:
