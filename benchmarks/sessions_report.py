@@ -126,7 +126,7 @@ def memory_rows(world: World) -> list[Row]:
     settings, plan, committed = world.settings, world.settings.plan, world.committed()
     count = settings.sessions
     planned = {part.purpose: count * part.committed_bytes for part in plan.parts}
-    planned["index_keys"] = plan.key_slabs(count) * (2 << 20)
+    planned["index_keys"] = plan.key_slabs(count).nbytes
     groups = {
         "host RAM": (("pages", "session_state"), plan.host_bytes(count)),
         "index keys": (("index_keys",), planned["index_keys"]),

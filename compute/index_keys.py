@@ -1,8 +1,8 @@
 """Blocks of 64 index keys in VRAM, one for each page and index group, shared by the histories that share the page.
 
 The indexer reads every key of the history at every step, so keys stay in VRAM whatever the mode. Blocks are cut from
-slabs of 2 MiB, the least that the driver gives, and a slab goes back with its last block. The blocks of a page are
-counted together: a block that several histories have is written by none of them.
+slabs, which are larger the more there are, and a slab goes back with its last block. The blocks of a page are counted
+together: a block that several histories have is written by none of them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from compute.attach import Attachment, DeviceBuffer
 from compute.homes import Home
-from protocol.layout import PageFormat
+from protocol.layout import PageFormat, next_slab_bytes
 
-SLAB_BYTES = 2 << 20
 LOADED_PAGES = 64
 """Pages whose keys are copied to VRAM at a time."""
 
@@ -42,10 +41,7 @@ class KeyBlocks:
         self._free: dict[int, list[int]] = {}
         self._slab_of: dict[int, int] = {}
         self._free_blocks = 0
-
-    @property
-    def blocks_per_slab(self) -> int:
-        return SLAB_BYTES // self.block_bytes
+        self._held_bytes = 0
 
     def take(self) -> PageKeys:
         """A page's blocks, for one history. What they hold is undefined. Raises `OutOfCapacity`, and takes none."""
@@ -72,10 +68,11 @@ class KeyBlocks:
             slab = self._slab_of[address]
             free = self._free.setdefault(slab, [])
             free.append(address)
-            if len(free) == self.blocks_per_slab:
+            if len(free) == self._slabs[slab].tensor.nbytes // self.block_bytes:
                 for block in self._free.pop(slab):
                     del self._slab_of[block]
-                self._free_blocks -= self.blocks_per_slab
+                self._free_blocks -= len(free)
+                self._held_bytes -= self._slabs[slab].tensor.nbytes
                 self._slabs.pop(slab).free()
 
     def write(self, pages: list[PageKeys], keys: Tensor) -> None:
@@ -91,9 +88,12 @@ class KeyBlocks:
         return page
 
     def _add_slab(self) -> None:
-        buffer = self._attachment.allocate(SLAB_BYTES, "index_keys")
-        blocks = [buffer.address + index * self.block_bytes for index in range(self.blocks_per_slab)]
+        buffer = self._attachment.allocate(next_slab_bytes(self._held_bytes), "index_keys")
+        blocks = [
+            buffer.address + index * self.block_bytes for index in range(buffer.tensor.nbytes // self.block_bytes)
+        ]
         self._slabs[buffer.address] = buffer
+        self._held_bytes += buffer.tensor.nbytes
         self._free[buffer.address] = blocks[::-1]
         self._slab_of.update(dict.fromkeys(blocks, buffer.address))
         self._free_blocks += len(blocks)

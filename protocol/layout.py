@@ -21,6 +21,7 @@ from functools import cached_property
 from protocol.errors import InvalidValue
 
 PAGE_TOKENS = 64
+LEAST_SLAB_BYTES, MOST_SLAB_BYTES = 2 << 20, 32 << 20
 """Tokens in a page, and in a block of index keys."""
 
 PAGE_ALIGNMENT = 4096
@@ -113,6 +114,15 @@ class IndexGroup:
     def end(self) -> int:
         """One past the group's last layer."""
         return self.first_layer + self.layers
+
+
+def next_slab_bytes(held: int) -> int:
+    """Size of a worker's next slab of index keys, in bytes, where it holds ``held`` bytes of them.
+
+    A 64th of those, so that little is spare; from 2 MiB, the least that a driver gives, to 32 MiB. Each slab is a
+    handle and a mapping: fifteen sessions of a million tokens would have 20,000 of the smallest.
+    """
+    return min(MOST_SLAB_BYTES, max(LEAST_SLAB_BYTES, held // 64 // LEAST_SLAB_BYTES * LEAST_SLAB_BYTES))
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -221,7 +221,7 @@ def _as_object(
         "position_table_bytes": footprint.position_table_bytes,
         "slot_table_bytes": footprint.slot_table_bytes,
         "address_table_bytes": footprint.address_table_bytes,
-        "index_key_slabs": footprint.key_slabs(sessions),
+        "index_key_slabs": footprint.key_slabs(sessions).count,
         "host_committed_bytes": footprint.host_bytes(sessions),
         "vram_committed_bytes_per_gpu": vram,
         "vram_committed_bytes": replicas * vram,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvd.planning.footprint import VRAM_GRANULARITY, Footprint
+from kvd.planning.footprint import Footprint, slabs_of
 from kvd.planning.mix import SessionKind, fullest_share, in_proportion
 from kvd.planning.nodes import NodeType
 from kvd.planning.products import WeightType, weight_bytes
@@ -94,6 +94,7 @@ class Stage:
             )
             for kind in workload.mix
         }
+        self._block_bytes = workload.encoding.keys.block_bytes
         self.layers = layers
         self.weights = weight_bytes(model, workload.weights, layers, drafts=workload.drafts > 0) / tensor
         self.model = StepModel(
@@ -122,8 +123,7 @@ class Stage:
                 if part.tier == "vram" and part.purpose != "index_keys":
                     found[part.purpose] = found.get(part.purpose, 0) + kind.decoding * part.committed_bytes
             blocks += kind.decoding * footprint.pages * len(footprint.page_format.groups)
-            per_slab = VRAM_GRANULARITY // footprint.encoding.keys.block_bytes
-        return {**found, "index_keys": -(-blocks // per_slab) * VRAM_GRANULARITY}
+        return {**found, "index_keys": slabs_of(blocks, self._block_bytes).nbytes}
 
 
 class Unit:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from protocol.daemon_block import FIRST_COPY
 from protocol.errors import InvalidValue
-from protocol.layout import PAGE_TOKENS, Encoding, PageFormat, round_up
+from protocol.layout import MOST_SLAB_BYTES, PAGE_TOKENS, Encoding, PageFormat, next_slab_bytes, round_up
 from protocol.model import ModelConfig
 from protocol.session_state import PAGE_TABLE_OFFSET, WorkerBlockLayout
 
 VRAM_GRANULARITY = 2 << 20
-"""Bytes: the driver gives multiples of it. Index keys live in slabs of just this size."""
+"""Bytes: the driver gives multiples of it."""
 
 _TABLE_ENTRY = 4  # a slot, a position or a round: int32
 _ADDRESS = 8  # int64
@@ -38,6 +38,26 @@ class Part:
     layer_bytes: int | None
     requested_bytes: int
     committed_bytes: int
+
+
+@dataclass(frozen=True)
+class Slabs:
+    """Allocations of VRAM that blocks of index keys are cut from."""
+
+    count: int
+    nbytes: int
+
+
+@lru_cache
+def slabs_of(blocks: int, block_bytes: int) -> Slabs:
+    """What a worker that takes ``blocks`` blocks, one after the other, has for them."""
+    count = nbytes = 0
+    while blocks > 0:
+        slab = next_slab_bytes(nbytes)
+        alike = -(-blocks // (slab // block_bytes)) if slab == MOST_SLAB_BYTES else 1  # they grow no more
+        blocks -= alike * (slab // block_bytes)
+        count, nbytes = count + alike, nbytes + alike * slab
+    return Slabs(count, nbytes)
 
 
 @dataclass(frozen=True)
@@ -118,20 +138,18 @@ class Footprint:
         hot_layer = self.hot_rows * row_bytes
         tables = (self.position_table_bytes + self.slot_table_bytes, self.address_table_bytes)
         keys_layer = self.pages * block_bytes
-        slabs = self.key_slabs(1) * VRAM_GRANULARITY
         return (
             Part("host", "pages", self.pages * PAGE_TOKENS * row_bytes, history, history),
             Part("host", "session_state", None, state, state),
             _in_vram("hot_cache", hot_layer, (hot_layer * page.layer_count,)),
             _in_vram("tables", None, tables),
             _in_vram("ring", None, (self.ring_pages * page.stride,)),
-            Part("vram", "index_keys", keys_layer, keys_layer * len(page.groups), slabs),
+            Part("vram", "index_keys", keys_layer, keys_layer * len(page.groups), self.key_slabs(1).nbytes),
         )
 
-    def key_slabs(self, sessions: int) -> int:
+    def key_slabs(self, sessions: int) -> Slabs:
         """Slabs that hold the index keys of ``sessions`` sessions on one replica; sessions share slabs."""
-        blocks = sessions * self.pages * len(self.page_format.groups)
-        return -(-blocks // (VRAM_GRANULARITY // self.encoding.keys.block_bytes))
+        return slabs_of(sessions * self.pages * len(self.page_format.groups), self.encoding.keys.block_bytes)
 
     def host_bytes(self, sessions: int) -> int:
         """Host RAM that ``sessions`` sessions commit, however many replicas read them."""
@@ -140,7 +158,7 @@ class Footprint:
     def vram_bytes(self, sessions: int) -> int:
         """VRAM that ``sessions`` sessions commit on the GPU of one replica."""
         own = sum(part.committed_bytes for part in self.parts if part.tier == "vram" and part.purpose != "index_keys")
-        return sessions * own + self.key_slabs(sessions) * VRAM_GRANULARITY
+        return sessions * own + self.key_slabs(sessions).nbytes
 
     def sessions_in_host(self, limit: int) -> int:
         """The most sessions that fit into ``limit`` bytes of host RAM."""

@@ -15,9 +15,10 @@ from compute.attach import Attachment
 from compute.client import Client
 from compute.device import open_device
 from compute.history import History
-from compute.index_keys import SLAB_BYTES, KeyBlocks
+from compute.index_keys import KeyBlocks
 from compute.session import HostSession
-from protocol.layout import PAGE_TOKENS, Q8G64, IndexGroup, PageFormat, round_up
+from kvd.planning.footprint import slabs_of
+from protocol.layout import LEAST_SLAB_BYTES, PAGE_TOKENS, Q8G64, IndexGroup, PageFormat, round_up
 from tests.blackbox.daemon_process import DaemonProcess
 from tests.blackbox.raw import FINGERPRINT
 
@@ -69,8 +70,8 @@ class Node:
         [found] = [stats for stats in self.attachment.client.stat().tiers if stats.tier == tier]
         return sum(purpose.committed for purpose in found.purposes if purpose.purpose in purposes)
 
-    def slabs(self) -> int:
-        return self.committed("vram:cpu", "index_keys") // SLAB_BYTES
+    def slab_bytes(self) -> int:
+        return self.committed("vram:cpu", "index_keys")
 
     def pages(self) -> int:
         return self.committed("host", "pages", "shared_pages") // FORMAT.stride
@@ -142,10 +143,10 @@ def test_forks_share_the_blocks_of_whole_pages_and_copy_what_they_write() -> Non
         assert world.keys_of_pages(fork)[0] != before[0]
         assert world.keys_of_pages(source)[0] == before[0], "a row computed again goes to a block of one's own"
         source.close()
-        assert world.slabs() == 1
+        assert world.slab_bytes() == LEAST_SLAB_BYTES
         append(fork, 100, seed=2)
         fork.close()
-        assert (world.slabs(), world.pages()) == (0, 0)
+        assert (world.slab_bytes(), world.pages()) == (0, 0)
 
 
 def test_histories_that_end_in_any_order_give_all_blocks_back() -> None:
@@ -157,9 +158,9 @@ def test_histories_that_end_in_any_order_give_all_blocks_back() -> None:
         second.close()
         first.close()
         assert world.keys_of_pages(third)[:6] == expected[:6]
-        assert world.slabs() == 1
+        assert world.slab_bytes() == LEAST_SLAB_BYTES
         third.close()
-        assert (world.slabs(), world.pages()) == (0, 0)
+        assert (world.slab_bytes(), world.pages()) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +175,11 @@ def test_sessions_over_one_prefix_take_their_tails_only(sessions: int) -> None:
     with node(round_up(PREFIX, PAGE_TOKENS), host="512MiB", vram="8GiB") as world:
         source = world.filled("source", PREFIX)
         pages, blocks = world.pages(), GROUPS * round_up(PREFIX, PAGE_TOKENS) // PAGE_TOKENS
-        assert world.slabs() == round_up(blocks, world.keys.blocks_per_slab) // world.keys.blocks_per_slab
+        assert world.slab_bytes() == slabs_of(blocks, world.keys.block_bytes).nbytes
         forks = [world.fork(source, f"fork-{index}") for index in range(sessions)]
         assert world.pages() == pages + sessions
         taken = blocks + sessions * GROUPS
-        assert world.slabs() == round_up(taken, world.keys.blocks_per_slab) // world.keys.blocks_per_slab
+        assert world.slab_bytes() == slabs_of(taken, world.keys.block_bytes).nbytes
         for history in (source, *forks):
             history.close()
-        assert (world.slabs(), world.pages()) == (0, 0)
+        assert (world.slab_bytes(), world.pages()) == (0, 0)

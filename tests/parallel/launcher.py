@@ -121,7 +121,8 @@ class Launcher:
         self.wait()
         assert survivor.error is not None, f"rank {survivor.number} came through: {survivor.result}"
         assert survivor.error["code"] == "peer_lost", survivor.error
-        assert survivor.ended_at - lost_at < SEEN_S
+        seconds = survivor.ended_at - lost_at
+        assert seconds < SEEN_S, f"rank {survivor.number} ended {seconds:.1f} s after the death, on {survivor.error}"
         return len(self.ranks[0].said)
 
     def refusals(self) -> list[str]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.commands import plan
-from kvd.planning.footprint import Footprint
+from kvd.planning.footprint import Footprint, Slabs
 from protocol.errors import InvalidValue
 from protocol.layout import F32, Q8G64
 from protocol.model import DEEPSEEK_V3_2, DEMO, GLM_5_3
@@ -83,8 +83,9 @@ class TestFootprint:
         assert footprint.address_table_bytes == 16_384 * 8 * 23
         assert committed(footprint)["tables"] == 98 * MIB  # 88 + 5.501 in one allocation, 2.875 in another
         assert committed(footprint)["ring"] == 14 * MIB  # 4 × 3,530,752 = 13.47 MiB
-        assert footprint.key_slabs(1) == 1_454  # 16,384 × 22 blocks, 248 in a slab: 1,453.4
-        assert committed(footprint)["index_keys"] == 2_908 * MIB
+        # 16,384 × 22 blocks of 8,448 bytes are 2,904 MiB: 64 slabs of 2 MiB, 32 of 4, 22 of 6, 16 of 8 and so on
+        assert footprint.key_slabs(1) == Slabs(305, 2_936 * MIB)
+        assert committed(footprint)["index_keys"] == 2_936 * MIB
 
     def test_a_million_tokens_without_mtp(self) -> None:
         assert glm(drafts=0).position_table_bytes == 84 * MIB
@@ -112,18 +113,18 @@ class TestFootprint:
         footprint = Footprint(DEEPSEEK_V3_2, Q8G64, 163_840, 32_768, 0, 4)
         page = 61 * (64 * 656 + 8_448) + 7_168 * 4
         assert committed(footprint)["pages"] == 2_560 * (page + -page % 4_096)
-        assert footprint.key_slabs(1) == -(-2_560 * 61 // 248)
+        assert 1 < footprint.key_slabs(1).nbytes / (2_560 * 61 * 8_448) < 1 + 1 / 64 + 1 / 248
 
     def test_unquantised_rows(self) -> None:
         footprint = Footprint(DEMO, F32, 64, 256, 0, 1)
         page = 7 * 64 * 2_304 + 4 * 64 * 128 * 4 + 128 * 4
         assert committed(footprint)["pages"] == page + -page % 4_096
-        assert footprint.key_slabs(1) == 1  # 64 blocks of 32 KiB in a slab
-        assert Footprint(DEMO, F32, 64 * 17, 256, 0, 1).key_slabs(1) == 2
+        assert footprint.key_slabs(1).count == 1  # 64 blocks of 32 KiB in a slab
+        assert Footprint(DEMO, F32, 64 * 17, 256, 0, 1).key_slabs(1).count == 2
 
     def test_sessions_share_slabs_of_index_keys(self) -> None:
         footprint = Footprint(DEMO, Q8G64, 64, 256, 0, 1)
-        assert [footprint.key_slabs(sessions) for sessions in (1, 62, 63)] == [1, 1, 2]  # four blocks each
+        assert [footprint.key_slabs(sessions).count for sessions in (1, 62, 63)] == [1, 1, 2]  # four blocks each
 
     @given(st.integers(1, MILLION), st.integers(8_192, 100_000), st.integers(0, 2**44))
     def test_what_fits_fits_and_one_more_does_not(self, tokens, hot_rows, limit) -> None:
@@ -140,8 +141,9 @@ class TestFootprint:
                 assert spare == 0
             else:
                 assert part.committed_bytes % (2 * MIB) == 0
-                # a slab of 248 blocks leaves 2,048 bytes unused; tables are two allocations, all else is one
-                most = {"index_keys": 2 * MIB + 2_048 * 1_454, "tables": 4 * MIB}.get(part.purpose, 2 * MIB)
+                # of slabs, the last one is a 64th at most, and all have an end of less than a block
+                keys = max(2 * MIB, part.requested_bytes // 64) + 8_448 * 305
+                most = {"index_keys": keys, "tables": 4 * MIB}.get(part.purpose, 2 * MIB)  # tables are two allocations
                 assert 0 <= spare < most
 
     @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ class TestCommand:
     def test_vram_runs_out_first(self, capsys) -> None:
         assert run("--mtp", "--host-bytes", "1.6TiB", "--vram-bytes", "60GiB") == 0
         out = capsys.readouterr().out
-        # 1,638.4 GiB over 53.88; 61,440 MiB over 1,620 + 98 + 28 + 1,453.4 slabs of 2 MiB
+        # 1,638.4 GiB over 53.88; 61,440 MiB over 1,620 + 98 + 28 + 2,936
         assert "that fit: 13; VRAM runs out first (host RAM holds 30, VRAM holds 13)." in out
 
     def test_host_ram_runs_out_first(self, capsys) -> None:
