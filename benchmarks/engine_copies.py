@@ -1,10 +1,9 @@
 """``kvd-bench engine-copies``: blocks of an engine on a GPU to a daemon's frames and back, as by the vLLM connector.
 
-Engine-shaped tensors, one for each layer; blocks from scattered places, as many at a time as the connector takes. What
-is *saved* or *loaded* is one call of its copying class, the table of pieces included; a *put* reserves before and
-publishes after it, a *get* pins and releases. What a loop of matrix products loses beside copies that never pause is
-measured in turns with the same loop alone: recorded products of few rows, bound by reading their weights, as a decode
-step is.
+An engine-shaped tensor, layer by layer; blocks from scattered places, as many at a time as the connector takes. What
+is *saved* or *loaded* is one call of its copying class; a *put* reserves before it and publishes after it, a *get* pins
+and releases. What a loop of matrix products loses beside copies that never pause is measured in turns with the same
+loop alone: recorded products of few rows, bound by reading their weights, as a decode step is.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ EXTENT = 64 << 20
 BATCHES = 8
 """That the daemon has room for; older ones make place."""
 ENGINE_BYTES = 2 << 30
-"""Of an engine's tensors, in all."""
+"""Of an engine's cache."""
 PRODUCT = (12288, 6144)
 """Weight of a product of the loop: 151 MB, three times the L2."""
 PRODUCTS, ROWS_OF_PRODUCT, REPLAYS = 24, 16, 100
@@ -46,7 +45,7 @@ PRODUCTS, ROWS_OF_PRODUCT, REPLAYS = 24, 16, 100
 
 @dataclass(frozen=True)
 class Shape:
-    """An engine's cache: ``layers`` tensors of blocks, a block of each being ``piece`` bytes."""
+    """An engine's cache: a block has ``piece`` bytes in each of its ``layers``."""
 
     name: str
     layers: int
@@ -86,10 +85,8 @@ def run(arguments: argparse.Namespace) -> Report:
 def _measure(shape: Shape, rounds: int, floors: Floors) -> Iterator[Row]:
     host = BATCHES * round_up(BATCH_BYTES, EXTENT)
     count = ENGINE_BYTES // shape.block
-    tensors = [
-        torch.randint(0, 256, (count, shape.piece), dtype=torch.uint8, device="cuda") for _ in range(shape.layers)
-    ]
-    regions = [Region(tensor.data_ptr(), shape.piece, shape.piece) for tensor in tensors]
+    layers = torch.randint(0, 256, (shape.layers, count, shape.piece), dtype=torch.uint8, device="cuda")
+    regions = [Region(layer.data_ptr(), shape.piece, shape.piece) for layer in layers]
     numbers = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
     batch = BATCH_BYTES // shape.block
     ours, others = numbers[:batch], numbers[batch : 2 * batch]
@@ -117,9 +114,8 @@ def _measure(shape: Shape, rounds: int, floors: Floors) -> Iterator[Row]:
             stored = put()
         store.wait_mapped()
         get(stored)
-        for tensor in tensors:
-            if not torch.equal(tensor[ours], tensor[others]):
-                raise KvdError(f"{shape.name}: other bytes came back")
+        if not torch.equal(layers[:, ours], layers[:, others]):
+            raise KvdError(f"{shape.name}: other bytes came back")
 
         def figure(what: str, act: Callable[[], object], floor: float, goal: float | None = None) -> Row:
             seconds = statistics.median(timed(act) for _ in range(rounds))
@@ -128,14 +124,20 @@ def _measure(shape: Shape, rounds: int, floors: Floors) -> Iterator[Row]:
         yield figure("put", put, floors.copy_to_host)
         yield figure("got", partial(get, stored := put()), floors.copy_to_device)
         with store.pin(stored) as pinned:
-            copy_out = lambda: copies.save(ours, pinned.addresses, copies.mark())  # noqa: E731
-            copy_in = lambda: copies.load(others, pinned.addresses, copies.mark())  # noqa: E731
-            yield figure("saved", copy_out, floors.copy_to_host, GOAL_GB_S)
-            yield figure("loaded", copy_in, floors.copy_to_device, GOAL_GB_S)
-            for what, copy in (("saves", copy_out), ("loads", copy_in)):
+
+            def save() -> None:
+                copies.save(ours, pinned.addresses, copies.mark())
+
+            def load() -> None:
+                copies.load(others, pinned.addresses, copies.mark())
+
+            yield figure("saved", save, floors.copy_to_host, GOAL_GB_S)
+            yield figure("loaded", load, floors.copy_to_device, GOAL_GB_S)
+            for what, copy in (("saves", save), ("loads", load)):
                 slowed, rate = _beside(copy, nbytes, max(3, rounds // 4))
                 yield Row(f"{shape.name}: products beside {what}, slowed", slowed, "%", goal=SLOWED_GOAL)
                 yield Row(f"{shape.name}: {what} beside products", rate / 1e9, "GB/s")
+        copies.adopt([], [])  # what is registered stays mapped
 
 
 def _beside(copy: Callable[[], object], nbytes: int, rounds: int) -> tuple[float, float]:

@@ -10,13 +10,12 @@ from compute.kernels.blend import blend
 from compute.kernels.descriptors import describe
 from compute.kernels.hidden import store_hidden
 from compute.kernels.inputs import Angles, IndexerRows, hidden_inputs, query_inputs
-from compute.kernels.pieces import WORD, copy_pieces
 from compute.kernels.planar import planar_blocks, planar_rows
 from compute.kernels.stage import Stage
 from protocol.layout import FP8_DS_MLA, PAGE_TOKENS, PageFormat
 from tests.kernels.pages import DEVICE, GROUPS, Pages
 
-MODULES = ("stage", "planar", "hidden", "inputs", "blend", "pieces")
+MODULES = ("stage", "planar", "hidden", "inputs", "blend")
 PAGES, HOME, K, ROWS = 6, 4, 75, 3
 
 
@@ -50,14 +49,6 @@ def main() -> None:
     row_bytes = page_format.encoding.rows.row_bytes
     exported = torch.empty((planar_blocks(ROWS, K), PAGE_TOKENS, row_bytes), dtype=torch.uint8, device=DEVICE)
     planar_rows(addresses[0], 2 * row_bytes, exported, torch.empty_like(selection[0]))
-
-    sizes = (WORD, 1025 * WORD, 41 * WORD)  # the last goes to the end of both
-    held, copied = normal(sum(sizes) // 4), normal(sum(sizes) // 4)
-    moves, at = [], 0
-    for size in sizes:
-        moves.append((held.data_ptr() + at, copied.data_ptr() + at, size))
-        at += size
-    copy_pieces(torch.tensor(moves).to(DEVICE))
 
     heads, nope = 5, 40
     angles = Angles(normal(ROWS, 32), normal(ROWS, 32))

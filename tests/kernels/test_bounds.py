@@ -30,7 +30,6 @@ from compute.kernels.inputs import Angles, IndexerRows, hidden_inputs, query_inp
 from compute.kernels.linear import Workspace, head_linear, linear
 from compute.kernels.matrix import Matrix
 from compute.kernels.norms import add_rms_norm, rms_norm, silu_mul
-from compute.kernels.pieces import WORD, copy_pieces
 from compute.kernels.planar import planar_blocks, planar_rows
 from compute.kernels.positions import begin_step
 from compute.kernels.resolve import RoundBuffers, resolve
@@ -196,23 +195,6 @@ def test_planar_export() -> None:
     row_addresses(_records(pages, 1)[:1], pages.page_map.format, 1, _selection(3, k)[:1], addresses[None])
     blocks = torch.empty((planar_blocks(3, k), PAGE_TOKENS, 656), dtype=torch.uint8)
     planar_rows(addresses, 3 * 656, blocks, torch.empty((3, k), dtype=torch.int32))
-
-
-@pytest.mark.parametrize("sizes", [[WORD], [258 * WORD, WORD, 1025 * WORD], [3 * WORD] * 300])
-def test_pieces(sizes: list[int]) -> None:
-    source, target = _normal(sum(sizes) // 4), torch.zeros(sum(sizes) // 4)
-    starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    moves = [(source.data_ptr() + at, target.data_ptr() + at, size) for at, size in zip(starts, sizes, strict=True)]
-    copy_pieces(torch.tensor(moves))
-    assert torch.equal(target, source)
-
-
-def test_pieces_that_are_not_aligned() -> None:
-    """The hints are looked at: the table is the caller's to check, who knows it on the host."""
-    source, target = _normal(40), torch.zeros(40)
-    for move in ((4, 0, WORD), (0, 8, WORD), (0, 0, WORD + 8)):
-        with pytest.raises(InterpreterError, match="divisibility"):
-            copy_pieces(torch.tensor([[source.data_ptr() + move[0], target.data_ptr() + move[1], move[2]]]))
 
 
 @pytest.mark.parametrize("room", [1, PAGES])

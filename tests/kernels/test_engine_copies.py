@@ -10,20 +10,22 @@ import torch
 
 from compute.block_store import MappedExtent
 from compute.integrations.vllm.copies import CudaCopies, pieces
-from compute.integrations.vllm.regions import Region
+from compute.integrations.vllm.regions import Region, block_bytes
+from protocol.layout import round_up
 
 BLOCKS = 40
-PIECES = (4096, 41_984, 16)
-"""Bytes of a block in each layer."""
+LAYERS = ((4096, 5), (41_984, 3), (18, 1))
+"""Bytes of a piece, and layers of that size, which lie in one tensor."""
 
 
 @pytest.mark.gpu
 def test_blocks_go_to_their_frames_and_come_back_elsewhere() -> None:
-    layers = [torch.randint(0, 256, (BLOCKS, nbytes), dtype=torch.uint8, device="cuda") for nbytes in PIECES]
-    regions = [Region(layer.data_ptr(), nbytes, nbytes) for layer, nbytes in zip(layers, PIECES, strict=True)]
+    tensors = [torch.randint(0, 256, (n, BLOCKS, size), dtype=torch.uint8, device="cuda") for size, n in LAYERS]
+    layers = [layer for tensor in tensors for layer in tensor]
+    regions = [Region(layer.data_ptr(), layer.shape[1], layer.shape[1]) for layer in layers]
     memory = mmap.mmap(-1, 2 << 20)
     held = ctypes.c_char.from_buffer(memory)
-    start, frame = ctypes.addressof(held), -(-sum(PIECES) // 4096) * 4096
+    start, frame = ctypes.addressof(held), round_up(block_bytes(regions), 4096)
     extent = MappedExtent(0, start, len(memory), memory)
     copies = CudaCopies(regions, "cuda")
     copies.adopt([extent], [extent])

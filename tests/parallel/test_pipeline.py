@@ -9,7 +9,7 @@ import pytest
 from compute.client import Client
 from protocol.errors import OutOfCapacity
 from tests.blackbox.daemon_process import DaemonProcess
-from tests.parallel.launcher import Launcher, free_address
+from tests.parallel.launcher import PATIENT_S, Launcher, free_address
 
 pytestmark = [pytest.mark.leaks_per_module, pytest.mark.timeout(600)]
 
@@ -100,7 +100,7 @@ def test_a_lost_rank_is_seen_and_nothing_is_lost(
     launcher: Launcher, daemons: list[DaemonProcess], truth: list[int], victim: int
 ) -> None:
     where = {"name": "lost", "length": LENGTH, **shape_of(daemons)}
-    launcher.start("begins", [0, 1], 2, free_address(), count=300, **where)
+    launcher.start("begins", [0, 1], 2, free_address(), count=300, timeout_s=PATIENT_S, **where)
     seen = launcher.lose(victim, after=12)
     launcher.start("goes_on", [0, 1], 2, free_address(), count=COUNT, **where)
     results = launcher.results()

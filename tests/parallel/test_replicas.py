@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.blackbox.daemon_process import DaemonProcess
-from tests.parallel.launcher import Launcher, free_address
+from tests.parallel.launcher import PATIENT_S, Launcher, free_address
 from tests.parallel.test_pipeline import COUNT, LENGTH
 
 pytestmark = [pytest.mark.leaks_per_module, pytest.mark.timeout(600)]
@@ -69,7 +69,7 @@ def test_what_a_shard_keeps_for_logits_is_bounded(launcher: Launcher) -> None:
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.torture)], ids=["owner", "peer"])
 def test_a_lost_shard_is_seen_and_nothing_is_lost(launcher: Launcher, daemon: DaemonProcess, victim: int) -> None:
     where = {"run_dirs": [str(daemon.run_dir)], "name": "lost", "length": LENGTH, "tensor": 2}
-    launcher.start("begins", [0, 1], 2, free_address(), count=300, **where)
+    launcher.start("begins", [0, 1], 2, free_address(), count=300, timeout_s=PATIENT_S, **where)
     seen = launcher.lose(victim, after=12)
     launcher.start("goes_on", [0, 1], 2, free_address(), count=COUNT, **where)
     first, second = launcher.results()

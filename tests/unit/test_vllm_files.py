@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from compute.integrations.checkpoint import identity_of_folder
-from compute.integrations.vllm.copies import CudaCopies, pieces
-from compute.integrations.vllm.regions import Region, block_bytes, regions_of
+from compute.integrations.vllm.copies import pieces
+from compute.integrations.vllm.regions import MOST_PITCH, Region, block_bytes, regions_of, runs_of
 from protocol.errors import InvalidValue
 
 
@@ -113,7 +113,32 @@ def test_another_placement_is_refused() -> None:
         regions_of([_Placement(["a", "b"], 700, 64)], {"a": 0}, 10)
 
 
-@pytest.mark.parametrize("region", [Region(8, 32, 32), Region(4096, 40, 32), Region(4096, 32, 24)])
-def test_blocks_of_odd_sizes_are_refused_where_a_gpu_would_copy_them(region: Region) -> None:
-    with pytest.raises(InvalidValue, match="a multiple of 16, on a GPU"):
-        CudaCopies([Region(4096, 32, 32), region], "cuda")
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("regions", "counts"),
+    [
+        ([Region(4096 + 640 * layer, 64, 64) for layer in range(5)], [5]),
+        ([Region(4096 + 3 * GIB * layer, 1 << 16, 1 << 16) for layer in range(4)], [4]),  # further than a pitch goes
+        ([Region(4096 + 1000 * layer, 64, 64) for layer in range(3)], [3]),  # apart by no whole blocks
+        ([Region(4096 + 3000 * MIB * layer + 8 * layer, 64, 64) for layer in range(3)], [1, 1, 1]),  # and too far
+        ([Region(address, 64, 64) for address in (640, 1280, 1920, 2000, 8000, 14000)], [3, 3]),
+        ([Region(1280, 64, 64), Region(640, 64, 64)], [1, 1]),  # backwards
+        ([Region(0, 64, 64), Region(640, 32, 32), Region(960, 32, 32)], [1, 2]),
+        ([Region(0, 64, 64), Region(640, 128, 64)], [1, 1]),
+        ([Region(0, 64, 64), Region(0, 64, 64)], [1, 1]),
+        ([], []),
+    ],
+)
+def test_runs_are_all_pieces_in_their_order(regions: list[Region], counts: list[int]) -> None:
+    runs = runs_of(regions)
+    assert [run.count for run in runs] == counts
+    copied = [
+        (run.region.address + index * run.pitch * run.rows, run.region.stride, run.offset + index * run.region.nbytes)
+        for run in runs
+        for index in range(run.count)
+    ]
+    offsets = [sum(region.nbytes for region in regions[:index]) for index in range(len(regions))]
+    assert copied == [(region.address, region.stride, offset) for region, offset in zip(regions, offsets, strict=True)]
+    assert all(run.region.nbytes <= run.pitch <= MOST_PITCH and run.rows > 0 for run in runs)

@@ -1,18 +1,19 @@
 """Copies between the engine's blocks and the store's frames: by the CPU, or by a GPU from memory registered with it.
 
-A copy is a list of pieces, each from an address to an address. On a GPU it is one kernel on a stream of its own.
+A copy is a list of pieces, each from an address to an address. On a GPU its copy engines do it, on a stream of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from compute.block_store import MappedExtent
-from compute.integrations.vllm.regions import Region
+from compute.integrations.vllm.regions import Region, Run, runs_of
 from compute.mapping import REGISTER_CHUNK
-from protocol.errors import InvalidValue
+from protocol.errors import NoDevice, OsFailure
 
 
 class Copies(Protocol):
@@ -62,29 +63,22 @@ class CpuCopies:
 
 
 class CudaCopies:
-    """For an engine on a GPU: extents are registered with it, and one kernel copies all pieces of a call.
+    """For an engine on a GPU: extents are registered with it, and its copy engines copy a block's pieces run by run.
+
+    No kernel: one that keeps the bus busy takes multiprocessors from the engine's steps, which then wait for it.
 
     Registering is by the copying thread, once for each extent; a failure is an error, and what it was for is not
-    loaded or saved. Raises `InvalidValue` for a cache whose blocks are not whole words of that kernel's.
+    loaded or saved. Raises `NoDevice` where ``cuda-bindings`` is missing.
     """
 
     def __init__(self, regions: Sequence[Region], device: Any) -> None:
         import torch
 
-        from compute.kernels.pieces import WORD
-
-        for region in regions:
-            for what, value in (("address", region.address), ("stride", region.stride), ("bytes", region.nbytes)):
-                if value % WORD:
-                    raise InvalidValue(f"{what} of a layer's blocks", value, f"a multiple of {WORD}, on a GPU")
         self._torch = torch
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._runs = [_CudaRun(run) for run in runs_of(regions)]
         self._registered: dict[int, MappedExtent] = {}
-        columns = [(region.address, region.stride, region.nbytes) for region in regions]
-        self._address, self._stride, self._nbytes = torch.tensor(columns, dtype=torch.int64).unbind(1)
-        self._offset = self._nbytes.cumsum(0) - self._nbytes  # of the region's piece in a frame
-        self._table = torch.empty((0, 3), dtype=torch.int64)
 
     def mark(self) -> object:
         return self._torch.cuda.current_stream(self._device).record_event()
@@ -99,32 +93,26 @@ class CudaCopies:
                 self._registered[extent.address] = extent
 
     def save(self, blocks: Sequence[int], frames: Sequence[int], after: object) -> None:
-        engine, frame = self._pieces(blocks, frames)
-        self._copy(engine, frame, after)
+        with self._copying(after) as stream:
+            for block, frame in zip(blocks, frames, strict=True):
+                for run in self._runs:
+                    run.save(block, frame, stream)
 
     def load(self, blocks: Sequence[int], frames: Sequence[int], after: object) -> None:
-        engine, frame = self._pieces(blocks, frames)
-        self._copy(frame, engine, after)
+        with self._copying(after) as stream:
+            for block, frame in zip(blocks, frames, strict=True):
+                for run in self._runs:
+                    run.load(block, frame, stream)
 
-    def _pieces(self, blocks: Sequence[int], frames: Sequence[int]) -> tuple[Any, Any]:
-        """Addresses in the engine and in frames, int64 [blocks, regions]: what `pieces` lists."""
-        tensor, int64 = self._torch.tensor, self._torch.int64
-        engine = self._address + tensor(blocks, dtype=int64)[:, None] * self._stride
-        return engine, tensor(frames, dtype=int64)[:, None] + self._offset
-
-    def _copy(self, source: Any, destination: Any, after: Any) -> None:
-        from compute.kernels.pieces import copy_pieces
-
-        torch = self._torch
-        count = source.numel()
-        if count > len(self._table):
-            self._table = torch.empty((count, 3), dtype=torch.int64).pin_memory()
-        table = self._table[:count]  # nobody reads it any more: every copy is waited for
-        table.view(*source.shape, 3).copy_(torch.stack((source, destination, self._nbytes.expand_as(source)), dim=2))
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+    @contextmanager
+    def _copying(self, after: Any) -> Iterator[int]:
+        """The stream to copy on, which is waited for in the end, whatever happens."""
+        with self._torch.cuda.device(self._device):
             self._stream.wait_event(after)
-            copy_pieces(table.to(self._device, non_blocking=True))
-            self._stream.record_event().synchronize()
+            try:
+                yield self._stream.cuda_stream
+            finally:
+                self._stream.synchronize()
 
     def _register(self, nbytes: int, address: int) -> None:
         """All of it, or none."""
@@ -141,3 +129,43 @@ class CudaCopies:
     def _unregister(self, nbytes: int, address: int) -> None:
         for start in range(0, nbytes, REGISTER_CHUNK):
             self._torch.cuda.check_error(self._torch.cuda.cudart().cudaHostUnregister(address + start))
+
+
+class _CudaRun:
+    """A run's copies, each one call: a box of the engine's memory that is ``count`` deep, and a line of a frame."""
+
+    def __init__(self, run: Run) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError:
+            raise NoDevice("the package cuda-bindings is missing: install kvd-tier[cuda]", device="cuda") from None
+        self._driver = driver
+        self._run = run
+        engine, frame = (run.pitch, run.rows), (run.region.nbytes, 1)
+        self._saved, self._loaded = self._box(engine, frame), self._box(frame, engine)
+
+    def save(self, block: int, frame: int, stream: int) -> None:
+        self._saved.srcDevice, self._saved.dstDevice = self._addresses(block, frame)
+        self._enqueue(self._saved, stream)
+
+    def load(self, block: int, frame: int, stream: int) -> None:
+        self._loaded.dstDevice, self._loaded.srcDevice = self._addresses(block, frame)
+        self._enqueue(self._loaded, stream)
+
+    def _addresses(self, block: int, frame: int) -> tuple[int, int]:
+        region = self._run.region
+        return region.address + block * region.stride, frame + self._run.offset
+
+    def _box(self, source: tuple[int, int], target: tuple[int, int]) -> Any:
+        copy = self._driver.CUDA_MEMCPY3D()
+        unified = self._driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED  # addresses say themselves where they are
+        copy.srcMemoryType = copy.dstMemoryType = unified
+        copy.srcPitch, copy.srcHeight = source
+        copy.dstPitch, copy.dstHeight = target
+        copy.WidthInBytes, copy.Height, copy.Depth = self._run.region.nbytes, 1, self._run.count
+        return copy
+
+    def _enqueue(self, copy: Any, stream: int) -> None:
+        [status] = self._driver.cuMemcpy3DAsync(copy, stream)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise OsFailure(f"copy between the GPU and host memory: {status.name}", status=status.name)

@@ -7,8 +7,11 @@ the regions; that order and the sizes are part of a space's fingerprint.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+MOST_PITCH = 2**31 - 1
+"""Bytes: what CUDA devices take (``CU_DEVICE_ATTRIBUTE_MAX_PITCH``)."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,20 @@ class Region:
     address: int
     stride: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """``count`` regions, the pieces of a block ``rows`` times ``pitch`` bytes apart: what a GPU copies in one go.
+
+    ``region`` is the first of them, and its piece begins ``offset`` bytes into a frame.
+    """
+
+    region: Region
+    count: int
+    pitch: int
+    rows: int
+    offset: int
 
 
 class Placement(Protocol):
@@ -58,6 +75,34 @@ def regions_of(placements: Sequence[Placement], bases: dict[str, int], num_block
                 seen.add(start)
                 regions.append(Region(start, stride, stride))
     return regions
+
+
+def runs_of(regions: Sequence[Region]) -> list[Run]:
+    """The regions in their order, as few runs. A pitch that a copy is given must be less than 2 GiB."""
+    runs: list[Run] = []
+    offset = 0
+    for region in regions:
+        longer = _longer(runs[-1], region) if runs else None
+        if longer is not None:
+            runs[-1] = longer
+        else:
+            runs.append(Run(region, 1, region.nbytes, 1, offset))
+        offset += region.nbytes
+    return runs
+
+
+def _longer(run: Run, region: Region) -> Run | None:
+    """The run with another region behind it, if that lies as far from its last one as they do from each other."""
+    first = run.region
+    if (region.nbytes, region.stride) != (first.nbytes, first.stride):
+        return None
+    apart, rest = divmod(region.address - first.address, run.count)
+    if run.count == 1:
+        run = replace(run, pitch=first.stride if apart % first.stride == 0 else apart)
+        run = replace(run, rows=apart // run.pitch)
+    if rest or apart <= 0 or apart != run.pitch * run.rows or not first.nbytes <= run.pitch <= MOST_PITCH:
+        return None
+    return replace(run, count=run.count + 1)
 
 
 def block_bytes(regions: Sequence[Region]) -> int:
