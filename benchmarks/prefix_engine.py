@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from benchmarks.report import Report, Row, cpu_name
 from benchmarks.vllm_engine import Engine, EngineError, Made, Setup, prepare
 from benchmarks.vllm_models import make_checkpoint, tokens
-from benchmarks.vllm_peers import HOST_BYTES, peers, remove_what_it_left
+from benchmarks.vllm_peers import HOST_BYTES, peers
 from compute.embedded import EmbeddedDaemon
 from protocol.errors import NoDevice
 
@@ -124,11 +124,9 @@ class _Trial:
         figures = []
         for turn in ("cold", "after a restart"):
             with Engine(setup) as engine:
-                pid = engine.pid
                 engine.generate(self._warm_up, 1)
                 figures.append(self._first_token(engine, f"{what}, {turn}", hits=turn != "cold"))
                 engine.settle()
-            remove_what_it_left(pid)
         return Times(*figures)
 
     def _first_token(self, engine: Engine, what: str, *, hits: bool) -> float:

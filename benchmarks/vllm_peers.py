@@ -16,12 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.vllm_engine import EngineError, Setup
+from benchmarks.vllm_engine import SHARED_MEMORY, EngineError, Setup
 
 HOST_BYTES = 1 << 30
 """What each may take of the RAM, kvd too."""
 START_TIMEOUT_S = 60.0
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,6 @@ def peers(setup: Setup, folder: Path) -> list[Peer]:
         _lmcache("LMCache, the engine copies", setup, folder, "engine_driven"),
         _lmcache("LMCache, its server copies", setup, folder, "lmcache_driven"),
     ]
-
-
-def remove_what_it_left(engine: int) -> None:
-    """Remove the shared memory of a killed engine: LMCache puts the engine's cache there, under the engine's pid."""
-    for path in _SHARED_MEMORY.glob(f"lmcache_kv_{engine}_*"):
-        path.unlink()
 
 
 def _with(setup: Setup, connector: str, settings: dict[str, Any]) -> Setup:
@@ -139,7 +132,7 @@ class LmcacheServer:
             self._process.kill()
             self._process.wait()
         if self._pool:
-            (_SHARED_MEMORY / f"lmcache_l1_pool_{self._pool}").unlink(missing_ok=True)
+            (SHARED_MEMORY / f"lmcache_l1_pool_{self._pool}").unlink(missing_ok=True)
 
 
 def _free_port() -> int:
