@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import random
 import statistics
 import sys
@@ -50,6 +51,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def _measure(arguments: argparse.Namespace, folder: Path) -> Report:
+    settings = _settings(arguments)
     setup = Setup(
         make_checkpoint(folder, "llama"), arguments.block_tokens, max_tokens=arguments.tokens + 512, chunk=CHUNK
     )
@@ -70,8 +72,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> Report:
         sys.stderr.write(f"{what}\n")
     found = {"distinct first tokens": len(set(trial.expected)), "wrong": trial.wrong, "left out": left_out}
     chosen = [row for row in rows(none, kvd, others) if arguments.only in row.case]
-    settings = _settings(arguments) | found
-    return Report("prefix-engine", cpu_name(), settings, chosen, exit_status=int(bool(trial.wrong)))
+    return Report("prefix-engine", cpu_name(), settings | found, chosen, exit_status=int(bool(trial.wrong)))
 
 
 class Times(NamedTuple):
@@ -165,5 +166,6 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "chunk": CHUNK,
         "model": "Llama, 4 layers, 128 wide, float32, random",
         "threads": 1,
+        "load before it": round(os.getloadavg()[0], 2),
         **versions,
     }
