@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 START_TIMEOUT_S = 600.0
+SHARED_MEMORY = Path("/dev/shm")
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -26,11 +29,29 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_LOG_LEVEL": "WARNING",
+    "LMCACHE_DISABLE_BANNER": "1",
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+class EngineError(RuntimeError):
+    """What ended an engine, or something that runs beside one: its traceback, which another process raised."""
+
+    @property
+    def in_short(self) -> str:
+        """The error's first line, and where in which file it was raised: what a report has room for."""
+        trace = str(self).strip()
+        places = list(re.finditer(r'^ +File "(.+)", line (\d+)', trace, re.MULTILINE))
+        if not places:
+            return trace.rpartition("\n")[2]
+        file = places[-1][1].rpartition("site-packages/")[2]
+        said = re.compile(r"^\S.*", re.MULTILINE).search(trace, places[-1].end())
+        return f"{said[0] if said else 'unknown'} ({file}:{places[-1][2]})"
 
 
 @dataclass(frozen=True)
@@ -60,6 +81,8 @@ class Setup:
     """Settings of the connector."""
     transfer: dict[str, Any] | None = None
     """Another connector's ``kv_transfer_config``."""
+    check: Callable[[], None] | None = None
+    """Called in the engine once it is there; raises if its connector is not, which the engine may do without."""
     corrupt: bool = False
     """Whether a byte of every loaded block is changed: what a test of equality has to notice."""
 
@@ -126,6 +149,8 @@ class Engine:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self._pipe.close()
+            for left in SHARED_MEMORY.glob(f"lmcache_kv_{self.pid}_*"):  # LMCache has its engine's cache there
+                left.unlink()
             self.pid = 0
 
     def __enter__(self) -> Self:
@@ -143,6 +168,26 @@ def prepare() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     torch.set_num_threads(1)
+    _hide_answers_of_llvmlite()
+
+
+def _hide_answers_of_llvmlite() -> None:
+    """Have llvmlite's library no longer answer when it is asked for a ``__dict__``.
+
+    vLLM looks into every module that is loaded for Triton kernels, and cannot take that answer. Its own processes load
+    numba after that; a connector that needs numba has it loaded before where there is one process only.
+    """
+    from llvmlite.binding import ffi
+
+    kind = type(ffi.lib)
+    answer = kind.__getattr__
+
+    def without_dict(library: object, name: str) -> object:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return answer(library, name)
+
+    kind.__getattr__ = without_dict
 
 
 def _live(setup: Setup, pipe: Connection) -> NoReturn:
@@ -152,11 +197,14 @@ def _live(setup: Setup, pipe: Connection) -> NoReturn:
             _corrupt_loads()
         preempted = _note_preemptions()
         llm = _make(setup)
+        if setup.check is not None:
+            setup.check()
         pipe.send("ready")
         _serve(llm, pipe, preempted)
     except BaseException as error:  # noqa: BLE001
+        told = error if isinstance(error, EngineError) else EngineError("".join(traceback.format_exception(error)))
         try:
-            pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+            pipe.send(told)
         except OSError:
             sys.stderr.write(f"engine {os.getpid()}: {error!r}\n")
     finally:
