@@ -109,6 +109,7 @@ class History:
             raise
         self._keys = KeyTable(keys, key_block_address)
         self._mapped_pages = 0
+        self._closed = False
         self.copyback = (session.copyback if session else Copyback)(attachment.device, self._publish)
 
     # What the decoder calls
@@ -203,7 +204,12 @@ class History:
         self._add_pages(-(-min(self._length + rows, self.max_tokens) // PAGE_TOKENS))
 
     def settle(self, end: int) -> None:
-        """Take rows below ``end`` as they are, hiddens included: no step will write them again. Copies full pages."""
+        """Take rows below ``end`` as they are, hiddens included: no step will write them again. Copies full pages.
+
+        A reader of tokens may end after the history: then this does nothing, nor does `settled`.
+        """
+        if self._closed:
+            return
         first, self._length = self._length, end
         self.selections += (end - first) * len(self.format.groups)
         self._control.strike()
@@ -211,7 +217,8 @@ class History:
 
     def settled(self) -> None:
         """No step is enqueued any more: what lies behind the settled rows does not count."""
-        self._set_length(self._length)
+        if not self._closed:
+            self._set_length(self._length)
 
     # What the worker calls
 
@@ -301,6 +308,7 @@ class History:
 
     def close(self, *, keep: bool = False) -> None:
         """Give all VRAM back, and the pages too unless ``keep`` leaves the session stored for another worker."""
+        self._closed = True
         self.copyback.wait_through(self.copyback.submitted_pages)
         self._attachment.device.synchronize()
         self._keys.truncate(0)

@@ -231,6 +231,12 @@ class AttentionStep:
             if self._main is not None and (size, variant) not in self._graphs:
                 self._graphs[size, variant] = self._record(size)
 
+    def close(self) -> None:
+        """Give up what was recorded. (NCCL does not end before no graph has its collectives.)"""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
     def run_within(self, step: AttentionStep, batch: int) -> None:
         """Enqueue one step of the first ``batch`` places as a part of ``step``, which is under way."""
         self._run(self._idle if step.trial else self._records, batch)

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -85,6 +86,9 @@ class Worker(Histories):
         self.last_hidden: Tensor | None = None
         """Hidden [hidden size] of the row that was appended last; None where nobody kept it."""
         self._step: DecodeStep | Speculation | None = None
+        self._recorded: WeakSet[DecodeStep | Speculation] = WeakSet()
+        self._reader: Generator[int, None, None] | None = None
+        """Who has the one place of ``_step``, or had it last."""
         self._mtp = mtp
         self._draft_rows: DraftRows | None = None
         self.kernels = kernels
@@ -140,7 +144,8 @@ class Worker(Histories):
     def decode(self, history: History, hidden: Tensor, count: int) -> Iterator[int]:
         """Yield ``count`` tokens, greedily, from the hidden [hidden size] of the history's last row on.
 
-        A token is logged before it is yielded; its row is appended when the next one is asked for.
+        A token is logged before it is yielded; its row is appended when the next one is asked for. Where steps are
+        recorded, a reader of tokens gives its place up to the next one: it raises `InvalidValue` if it is asked again.
         """
         asked = 0
         for produced, token in enumerate(self._decode(history, hidden, count)):
@@ -171,11 +176,15 @@ class Worker(Histories):
         if not isinstance(self.decoder, FastDecoder):
             raise InvalidValue("decoder of recorded steps", "the float32 reference", "one with a dtype")
         of_model = (self.decoder.weights, self.format, self.device.torch_device)
+        made: DecodeStep | Speculation
         if self._mtp:
-            return Speculation(
+            made = Speculation(
                 *of_model, places=places, depth=depth, max_tokens=max_tokens, cached=cached, kernels=self.kernels
             )
-        return DecodeStep(*of_model, places=places, max_tokens=max_tokens, cached=cached, kernels=self.kernels)
+        else:
+            made = DecodeStep(*of_model, places=places, max_tokens=max_tokens, cached=cached, kernels=self.kernels)
+        self._recorded.add(made)
+        return made
 
     def report_gap(self, nanoseconds: int) -> None:
         """Tell the daemon how long a token took; those that come together, drafts of one step, are one gap."""
@@ -205,11 +214,18 @@ class Worker(Histories):
         if not count:
             return
         self.last_hidden = None  # that of the last row is known at the end: steps run ahead
-        if isinstance(step, mtp.Speculation):
-            yield from mtp.generate(step, history, hidden, token, count)
-            return
-        yield from generate.generate(step, history, token, count)
-        self.last_hidden = step.hidden[0, 0].clone()
+        if self._reader is not None:
+            self._reader.close()
+        reader = self._reader = (
+            mtp.generate(step, history, hidden, token, count)
+            if isinstance(step, mtp.Speculation)
+            else generate.generate(step, history, token, count)
+        )
+        yield from reader
+        if self._reader is not reader:
+            raise InvalidValue("reader of a worker's tokens", "one of two", "the one that began last")
+        if not isinstance(step, mtp.Speculation):
+            self.last_hidden = step.hidden[0, 0].clone()
 
     def _fast_decoder(self, config: ModelConfig, load: Callable[..., DecodeWeights], rows: int) -> FastDecoder:  # noqa: ARG002
         """``load`` makes the weights, of all layers or of a part of them."""
@@ -263,9 +279,14 @@ class Worker(Histories):
 
     def close(self) -> None:
         """Unmap everything and end the lease."""
+        self._give_up_steps()
         self.attachment.close()
         self.client.close()
         self.device.close()
+
+    def _give_up_steps(self) -> None:
+        for made in self._recorded:
+            made.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from compute.decode.step import DecodeStep, StepOutput
 from compute.history import History
@@ -14,7 +14,7 @@ RESERVED = 4096
 """Rows that there are pages for from the start, at most; beyond them a step in 64 waits for the daemon."""
 
 
-def generate(step: DecodeStep, history: History, token: int, count: int) -> Iterator[int]:
+def generate(step: DecodeStep, history: History, token: int, count: int) -> Generator[int, None, None]:
     """Yield the ``count`` tokens that follow ``token``, whose row is the first to be appended.
 
     ``step`` has one place and one row. When this ends, early or not, the history has the rows of ``token`` and of all

@@ -200,6 +200,11 @@ class Speculation(Model):
         self.draft.leave(place)
         self.script[place] = -1
 
+    def close(self) -> None:
+        """Give up what was recorded."""
+        self.step.close()
+        self.draft.close()
+
     def replay(self) -> StepOutput:
         """Enqueue one step of all sessions.
 
@@ -273,7 +278,9 @@ class Speculation(Model):
         self.draft.run_within(self.step.attention, batch)
 
 
-def generate(speculation: Speculation, history: History, hidden: Tensor, token: int, count: int) -> Iterator[int]:
+def generate(
+    speculation: Speculation, history: History, hidden: Tensor, token: int, count: int
+) -> Generator[int, None, None]:
     """Yield the ``count`` tokens that follow ``token``, as `compute.decode.generate.generate` does, with drafts.
 
     The row of a token is settled when the next one is asked for: whoever logs a token before that has logged all whose

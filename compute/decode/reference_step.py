@@ -55,6 +55,9 @@ class ReferenceStep:
         """Make ``place`` idle."""
         self._sessions.pop(place, None)
 
+    def close(self) -> None:
+        """Nothing was recorded."""
+
     def replay(self, *, variant: bool = False) -> None:  # noqa: ARG002
         """Run one step of all sessions. Nothing is recorded, so every ``variant`` runs as it is."""
         if not self._sessions:

@@ -153,6 +153,10 @@ class DecodeStep(Model):
         """Make ``place`` idle."""
         self.attention.leave(place)
 
+    def close(self) -> None:
+        """Give up what was recorded."""
+        self.attention.close()
+
     def record(self) -> None:
         """Compile and record the steps of every batch size now, rather than when the first session is there for it."""
         if isinstance(self.attention, AttentionStep):

@@ -7,9 +7,10 @@ node. ``torchrun`` says who this process is (``RANK``, ``WORLD_SIZE``, ``LOCAL_R
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from types import TracebackType
 from typing import Self
 
@@ -126,11 +127,19 @@ class Grid:
         """Return when every rank is here, however long its weights took; within the time-out of the start."""
         self._world.exchange(b"")
 
-    def abort(self) -> None:
-        """End what is under way with peers that are lost. The connections are of no more use."""
+    def abort(self, give_up: Callable[[], None]) -> None:
+        """End what is under way with peers that are lost. The connections are of no more use.
+
+        ``give_up`` gives up recorded steps: NCCL first ends what is under way, then waits until no graph has its
+        collectives any more.
+        """
         self._aborted = True
-        for peers in (self.shards, self.stages):
-            peers.abort()
+        aborting = [Thread(target=peers.abort, daemon=True) for peers in (self.shards, self.stages)]
+        for thread in aborting:
+            thread.start()
+        give_up()
+        for thread in aborting:
+            thread.join(self.timeout_s)
 
     def close(self) -> None:
         """End the connections; the others see that."""

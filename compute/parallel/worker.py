@@ -140,6 +140,7 @@ class ParallelWorker(Worker):
                 cached=cached,
                 kernels=self.kernels,
             )
+            self._recorded.add(made)
         step.limit_s = self.grid.timeout_s
         return made
 
@@ -149,7 +150,7 @@ class ParallelWorker(Worker):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if isinstance(error, PeerLost):
-            self.grid.abort()  # else a collective that never ends would hold up the closing
+            self.grid.abort(self._give_up_steps)  # else a collective that never ends would hold up the closing
         super().__exit__(kind, error, at)
 
     # Histories: each step on all ranks or on none

@@ -18,7 +18,9 @@ from compute.decode.decoder import FastDecoder
 from compute.decode.step import DecodeStep
 from compute.histories import HistorySettings, Mode
 from compute.history import History
+from compute.step import AttentionStep
 from compute.worker import Worker
+from protocol.errors import InvalidValue
 from protocol.layout import PAGE_TOKENS, Q8G64
 from protocol.model import DEMO
 from tests.blackbox.daemon_process import DaemonProcess
@@ -139,6 +141,48 @@ def test_a_reader_that_stops_leaves_nothing_behind(worker: Worker, truth: list[i
     hidden = worker.step(history, begun[-1:], cached=True)[-1]
     assert begun + list(worker.decode(history, hidden, TOKENS - 60)) == truth
     history.close()
+
+
+def test_a_reader_may_end_after_its_history(worker: Worker) -> None:
+    """What it had of the history is unmapped by then, and may be another's."""
+    history = opened(worker, "offloaded")
+    tokens = worker.decode(history, worker.prefill(history, prompt(400), 192), TOKENS)
+    for _ in range(10):
+        next(tokens)
+    history.close()
+    history.map = None  # type: ignore[assignment]
+    assert isinstance(tokens, Generator)
+    tokens.close()
+
+
+def test_the_next_reader_ends_the_one_before(worker: Worker, truth: list[int]) -> None:
+    """They have one place between them: tokens of one must never come to the other."""
+    histories = [opened(worker, "offloaded", name) for name in ("first", "second")]
+    readers = []
+    for history in histories:
+        readers.append(worker.decode(history, worker.prefill(history, prompt(400), 192), TOKENS))
+        assert [next(readers[-1]) for _ in range(20)] == truth[:20]
+    with pytest.raises(InvalidValue, match="reader of a worker's tokens"):
+        next(readers[0])
+    assert list(readers[1]) == truth[20:]
+    assert histories[0].length == 400 + 19
+    for history in histories:
+        history.close()
+
+
+def test_what_was_recorded_is_given_up_before_the_worker_ends(daemon: DaemonProcess) -> None:
+    given_up: list[str] = []
+
+    class Graph:
+        def reset(self) -> None:
+            given_up.append("graph")
+
+    with Worker(daemon.run_dir, "cpu", CONFIG, Q8G64, seed=3, dtype="bf16", kernels="triton") as worker:
+        step = worker.steps(1, 0, 512)
+        assert isinstance(step, DecodeStep)
+        assert isinstance(step.attention, AttentionStep)
+        step.attention._graphs[1, False] = Graph()  # type: ignore[assignment]
+    assert given_up == ["graph"]
 
 
 def test_a_stored_session_goes_on(worker: Worker, truth: list[int]) -> None:
