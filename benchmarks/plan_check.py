@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gather import newest
-from benchmarks.report import RESULTS, Report, Row
+from benchmarks.report import RESULTS, Report, Row, load
 from kvd.planning.products import WEIGHT_TYPES
 from kvd.planning.step_model import Batch, Rates, StepModel, measured
 from protocol.errors import InvalidValue
@@ -51,13 +50,16 @@ def run(arguments: Namespace) -> Report:
     """Compare; raises `InvalidValue` where no result has a step of the hardware that the model was measured on."""
     files = arguments.results or sorted(RESULTS.glob("*.json"))
     report = Report("plan", measured()["hardware"], {"results": []})
-    for result in newest(files):
+    seen: set[tuple[str, str]] = set()
+    for result in sorted(map(load, files), key=lambda result: result.date, reverse=True):
         if result.bench not in BENCHES:
             continue
         if result.hardware != report.hardware:
             print(f"{result.bench} on {result.hardware}: not the plan's hardware", file=sys.stderr)
             continue
-        rows = [row for step in steps_of(result) for row in _compare(result, step) if arguments.only in row.case]
+        steps = [step for step in steps_of(result) if (result.bench, step.case) not in seen]  # the newest of each
+        seen |= {(result.bench, step.case) for step in steps}
+        rows = [row for step in steps for row in _compare(result, step) if arguments.only in row.case]
         if rows:
             report.settings["results"].append(f"{result.bench} {result.date}")
             report.rows += rows

@@ -47,7 +47,8 @@ def _cuda_context() -> None:
     if CUDA:
         import torch
 
-        torch.zeros(1, device="cuda").add_(1).cpu()
+        for index in range(torch.cuda.device_count()):  # the first one reaches the others from here on
+            torch.zeros(1, device="cuda:0").add_(1).to(f"cuda:{index}").cpu()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -110,13 +110,12 @@ class StepModel:
         time = StepTime()
         for products, layers in self._products.items():
             time += self._layer(products, rows).times(layers)
-        shade = time.total / len(self._layers)
         for layers, groups in Counter(group.layers for group in self._groups).items():
-            time += self._group(batch, layers, shade).times(groups)
+            time += self._group(batch, layers).times(groups)
         if self._layers.stop == self._config.num_hidden_layers:
             time += self._product(head_product(self._config), rows)
             if batch.drafts:
-                time += self._drafting(batch, shade)
+                time += self._drafting(batch)
         return replace(time, launches=time.launches * self._figures["graph"]["launch_part"])
 
     def _layer(self, products: Sequence[Product], rows: float) -> StepTime:
@@ -142,18 +141,20 @@ class StepModel:
         beyond = _between(figures["us"], max(heads * keys, 1)) - alone
         return StepTime(launches=alone, compute=beyond / self._rates.compute)
 
-    def _group(self, batch: Batch, layers: int, shade: float) -> StepTime:
+    def _group(self, batch: Batch, layers: int) -> StepTime:
         figures, rows = self._figures["index"], 1 + batch.drafts
         all_tokens = batch.sessions * batch.tokens
         read = 1e6 * all_tokens * self._encoding.keys.block_bytes / 64 / self._rates.hbm_read
         heads = self._config.index_n_heads / figures["heads"]
         picoseconds = figures["token_ps"] * self._hbm_scale + figures["token_row_ps"] * rows * heads
+        if batch.sessions > 1:
+            picoseconds += figures["token_of_many_ps"]
         scored = all_tokens * picoseconds / 1e6
         index = StepTime(launches=figures["launch_us"], hbm=min(read, scored), compute=max(scored - read, 0.0))
-        return index + self._look_up(batch, layers, shade)
+        return index + self._look_up(batch, layers)
 
-    def _look_up(self, batch: Batch, layers: int, shade: float) -> StepTime:
-        """What the hot cache adds to a group: a round beside the anchor layer, and the anchor's own reads before it."""
+    def _look_up(self, batch: Batch, layers: int) -> StepTime:
+        """What the hot cache adds to a group: the anchor layer's own reads, and a round beside it that slows others."""
         if not self._cached:
             return StepTime()
         figures, rows = self._figures["cache"], 1 + batch.drafts
@@ -164,7 +165,7 @@ class StepModel:
         few = _between(figures["anchor_us"], missed) * (1 + figures["anchor_row_cost"] * max(queries - 1, 0))
         anchor = max(few, 1e6 * missed * queries * row_bytes / bus)
         fetched = 1e6 * distinct * layers * row_bytes / bus
-        late = max(figures["round_us"] + fetched - shade, 0.0)
+        late = max(figures["fetch_slows"] * fetched - figures["hidden_us"], 0.0)
         launches = figures["lookup_us"] + figures["lookup_row_us"] * (rows - 1)
         return StepTime(launches=launches, bus=anchor + late, bus_busy=fetched + fetched / layers)
 
@@ -175,11 +176,11 @@ class StepModel:
         distinct = max(1 - (1 - of_4) / 3 * (rows - 1), 1 / rows)
         return self._config.index_topk * batch.misses * rows * distinct
 
-    def _drafting(self, batch: Batch, shade: float) -> StepTime:
+    def _drafting(self, batch: Batch) -> StepTime:
         """The MTP layer over all rows, then once more for each further draft, with a head for each."""
         products = [*layer_products(self._config, self._config.num_hidden_layers, self._kind)]
         products.append(draft_product(self._config, self._kind))
-        time = self._group(batch, 1, shade)
+        time = self._group(batch, 1)
         for draft in range(batch.drafts):
             rows = batch.sessions * (1 if draft else 1 + batch.drafts)
             time += self._layer(products, rows)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.cli import main
+from benchmarks.plan_check import steps_of
 from benchmarks.report import RESULTS, Report, Row, load
 from compute.decode.random_source import RandomSource
 from compute.decode.weights import MoeWeights, build_weights, range_shapes
@@ -62,7 +63,7 @@ def test_products_of_many_rows_take_as_long_as_their_operations() -> None:
 @pytest.mark.parametrize(("history", "tokens"), [("50K", 51_200), ("128K", 131_072), ("1M", 1_048_576)])
 def test_scores_and_selection_are_those_that_were_measured(drafts, history, tokens) -> None:
     us = KERNELS[f"index score + top-2,048: {history}, {rows_text(1 + drafts)}"]
-    group = model(cached=False)._group(Batch(1, tokens, drafts), 4, 0)
+    group = model(cached=False)._group(Batch(1, tokens, drafts), 4)
     assert group.total == pytest.approx(us, rel=0.18)
 
 
@@ -100,17 +101,19 @@ def test_what_a_hot_cache_adds_is_what_was_measured(percent, drafts) -> None:
     values = {row.case: row.value for row in step.rows}
     added = values[f"51,200 tokens, {1 + drafts} query rows, {percent} % miss: offloaded, branch, added per group"]
     misses = round(2048 * percent / 100) / 2048
-    look_up = model()._look_up(Batch(1, 51_200, drafts, misses), 4, 1e9)
+    look_up = model()._look_up(Batch(1, 51_200, drafts, misses), 4)
     assert look_up.total == pytest.approx(added, abs=1.2)
 
 
-@pytest.mark.parametrize(("percent", "rounded"), [(1, 24.4), (20, 330.6), (100, 1610)])
-def test_a_round_of_fifteen_sessions_is_what_was_measured(percent, rounded) -> None:
-    """All that is late where nothing runs beside it."""
-    misses = round(2048 * percent / 100) / 2048
-    beside_nothing = model()._look_up(Batch(15, 1_048_576, 0, misses), 4, 0.0)
-    beside_enough = model()._look_up(Batch(15, 1_048_576, 0, misses), 4, 1e9)
-    assert beside_nothing.total - beside_enough.total == pytest.approx(rounded, rel=0.03)
+@pytest.mark.parametrize("result", sorted(RESULTS.glob("sessions-NVIDIA-H200-*.json")), ids=lambda path: path.stem[-6:])
+def test_steps_of_many_sessions_are_those_that_were_measured(result) -> None:
+    report = load(result)
+    steps = list(steps_of(report))
+    assert steps
+    config = GLM_5_3.with_layers(report.settings["layers"]).with_experts(report.settings["experts"])
+    for step in steps:
+        expected = model(config, cached=step.cached).step(step.batch).total
+        assert expected == pytest.approx(step.us, rel=0.05), step.case
 
 
 def test_missed_rows_are_those_of_a_run() -> None:
