@@ -69,16 +69,8 @@ class History:
         self._control = NegativeControl(page_format, caches)
         number = session.account if session else 0
         pages = self.max_tokens // PAGE_TOKENS
-        self._tables = Arena(
-            attachment,
-            "tables",
-            [
-                Piece((pages,), torch.int64),
-                Piece((len(page_format.groups), pages), torch.int64),
-                Piece((2,), torch.int64),
-            ],
-            number,
-        )
+        shapes = (pages,), (len(page_format.groups), pages), (2,)
+        self._tables = Arena(attachment, "tables", [Piece(shape, torch.int64) for shape in shapes], number)
         self._ring: DeviceBuffer | None = None
         self._ring_pages = ring_pages
         self._ring_first_page = 0
@@ -204,11 +196,8 @@ class History:
         self._add_pages(-(-min(self._length + rows, self.max_tokens) // PAGE_TOKENS))
 
     def settle(self, end: int) -> None:
-        """Take rows below ``end`` as they are, hiddens included: no step will write them again. Copies full pages.
-
-        A reader of tokens may end after the history: then this does nothing, nor does `settled`.
-        """
-        if self._closed:
+        """Take rows below ``end`` as they are, hiddens included: no step will write them again. Copies full pages."""
+        if self._closed:  # a reader of its tokens ends after it
             return
         first, self._length = self._length, end
         self.selections += (end - first) * len(self.format.groups)

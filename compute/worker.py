@@ -35,7 +35,8 @@ from protocol.stats import NodeStats
 
 if TYPE_CHECKING:  # else imported where they are used: the reference decoder needs no triton
     from compute.decode.decoder import FastDecoder
-    from compute.decode.mtp import DraftRows, Speculation
+    from compute.decode.draft_layer import DraftRows
+    from compute.decode.mtp import Speculation
     from compute.decode.step import DecodeStep
     from compute.decode.weights import DecodeWeights
 
@@ -111,7 +112,7 @@ class Worker(Histories):
             loaded_on = partial(load, config=config, kind=dtype, device=target, mtp=mtp > 0)
             self.decoder = self._fast_decoder(config, loaded_on, rows)
             if mtp:
-                from compute.decode.mtp import DraftRows
+                from compute.decode.draft_layer import DraftRows
 
                 self._draft_rows = DraftRows(self.decoder)
         self.client = Client(run_dir, name=f"kvd-worker {device}")

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from compute.decode.decoder import FastDecoder
-from compute.decode.mtp import DraftLayer, Speculation, generate, generate_steps
+from compute.decode.draft_layer import DraftLayer
+from compute.decode.mtp import Speculation, generate, generate_steps
 from compute.decode.sampler import Sampling, choose_one
 from compute.device import Copy
 from compute.device_cpu import CpuDevice
