@@ -18,9 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 from benchmarks.report import Report, Row, cpu_name
 from benchmarks.vllm_engine import Engine, EngineError, Made, Setup, prepare
@@ -55,98 +57,125 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> Report:
     setup = Setup(
         make_checkpoint(folder, "llama"), arguments.block_tokens, max_tokens=arguments.tokens + 512, chunk=CHUNK
     )
-    trial = _Trial(arguments)
-    none = trial.one_engine(setup)
-    with EmbeddedDaemon("cpu", host_bytes=HOST_BYTES, extent_bytes=64 << 20, vram_bytes=64 << 20) as daemon:
-        kvd = trial.two_engines("kvd", replace(setup, run_dir=daemon.run_dir))
-    others: dict[str, Times] = {}
+    found: dict[str, Beside] = {}
     left_out: dict[str, str] = {}
-    for peer in peers(setup, folder):
-        try:
-            with peer.beside:
-                others[peer.name] = trial.two_engines(peer.name, peer.setup)
-        except EngineError as error:
-            left_out[peer.name] = error.in_short
-            sys.stderr.write(f"{peer.name}: left out, as it ended with {error.in_short}\n")
+    with _Trial(arguments, setup) as trial:
+        with EmbeddedDaemon("cpu", host_bytes=HOST_BYTES, extent_bytes=64 << 20, vram_bytes=64 << 20) as daemon:
+            found["kvd"] = trial.two_engines("kvd", replace(setup, run_dir=daemon.run_dir))
+        for peer in peers(setup, folder):
+            try:
+                with peer.beside:
+                    found[peer.name] = trial.two_engines(peer.name, peer.setup)
+            except EngineError as error:
+                left_out[peer.name] = error.in_short
+                sys.stderr.write(f"{peer.name}: left out, as it ended with {error.in_short}\n")
     for what in trial.wrong:
         sys.stderr.write(f"{what}\n")
-    found = {"distinct first tokens": len(set(trial.expected)), "wrong": trial.wrong, "left out": left_out}
-    chosen = [row for row in rows(none, kvd, others) if arguments.only in row.case]
-    return Report("prefix-engine", cpu_name(), settings | found, chosen, exit_status=int(bool(trial.wrong)))
+    settings |= {"distinct first tokens": len(set(trial.expected)), "wrong": trial.wrong, "left out": left_out}
+    chosen = [row for row in rows(found) if arguments.only in row.case]
+    return Report("prefix-engine", cpu_name(), settings, chosen, exit_status=int(bool(trial.wrong)))
 
 
 class Times(NamedTuple):
-    """Seconds to the first token: of a prompt that nobody has stored, and of one that was."""
+    """Seconds to the first token: of a prompt that nobody has, and of one that somebody has."""
 
     cold: float
     again: float
 
 
-def rows(none: Times, kvd: Times, others: Mapping[str, Times]) -> list[Row]:
-    """All figures. Without a connector, ``again`` is in the engine's own cache; for the rest, after a restart."""
-    all_of_them = {"kvd": kvd, **others}
-    found = [
-        Row("first token, cold, no connector", none.cold, "s"),
-        Row("first token, the engine's own cache, warm", none.again, "s"),
+class Beside(NamedTuple):
+    """Medians with a connector, and of engines without one that had their turns in between: of one without any cache,
+    and of one that has the prompts in its own. ``slower`` is the median of what a prompt takes as times what it took
+    just before or after, without.
+    """
+
+    own: Times
+    without: Times
+    slower: Times
+
+
+def rows(found: Mapping[str, Beside]) -> list[Row]:
+    """All figures; ``found`` has kvd, and others, by their names."""
+    kvd = found["kvd"]
+    figures = [
+        Row("first token, cold, no connector", kvd.without.cold, "s"),
+        Row("first token, the engine's own cache, warm", kvd.without.again, "s"),
     ]
-    for name, times in all_of_them.items():
-        goal = GOAL * none.again if name == "kvd" else None
+    for name, (own, without, _) in found.items():
+        goal = GOAL * without.again if name == "kvd" else None
         case = f"first token after a restart, {name}"
-        found.append(Row(case, times.again, "s", floor=none.again, baseline=none.cold, goal=goal))
-    for name, times in all_of_them.items():
-        goal = OVERHEAD_GOAL * none.cold if name == "kvd" else None
-        found.append(Row(f"first token, cold, {name}", times.cold, "s", baseline=none.cold, goal=goal))
-    for name, times in others.items():
-        again, cold = times.again / kvd.again, times.cold / kvd.cold
-        found.append(Row(f"after a restart, kvd against {name}", again, "times the speed", goal=1.0))
-        found.append(Row(f"cold, kvd against {name}", cold, "times the speed", goal=1 / OVERHEAD_GOAL))
-    return found
+        figures.append(Row(case, own.again, "s", floor=without.again, baseline=without.cold, goal=goal))
+    for name, (own, without, _) in found.items():
+        goal = OVERHEAD_GOAL * without.cold if name == "kvd" else None
+        figures.append(Row(f"first token, cold, {name}", own.cold, "s", baseline=without.cold, goal=goal))
+    for name, other in found.items():
+        if name != "kvd":
+            again, cold = other.slower.again / kvd.slower.again, other.slower.cold / kvd.slower.cold
+            figures.append(Row(f"after a restart, kvd against {name}", again, "times the speed", goal=1.0))
+            figures.append(Row(f"cold, kvd against {name}", cold, "times the speed", goal=1 / OVERHEAD_GOAL))
+    return figures
 
 
 class _Trial:
-    """The same prompts for every engine, and what the first engine made of them for the others to be held against."""
+    """The same prompts for every engine, in turns with engines that have no connector, whose outputs are right.
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    A machine is now faster, now slower: only what was measured at one time is compared.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, setup: Setup) -> None:
         rng = random.Random(1)
         self._prompts = [tokens(rng, arguments.tokens) for _ in range(arguments.prompts)]
         self._warm_up = [tokens(rng, 300)]
         self.expected: list[tuple[int, ...]] = []
         self.wrong: list[str] = []
+        with ExitStack() as engines:
+            self._without_cache = engines.enter_context(Engine(replace(setup, own_cache=False)))
+            self._with_cache = engines.enter_context(Engine(setup))
+            for engine in (self._without_cache, self._with_cache):
+                engine.generate(self._warm_up, 1)
+            self.expected += [self._with_cache.generate([prompt], 1)[0].tokens for prompt in self._prompts]
+            self._engines = engines.pop_all()
 
-    def one_engine(self, setup: Setup) -> Times:
-        """Of one that has nothing but its own cache."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._engines.close()
+
+    def two_engines(self, what: str, setup: Setup) -> Beside:
+        """Of one that stores, and of the next."""
         with Engine(setup) as engine:
             engine.generate(self._warm_up, 1)
-            cold = self._first_token(engine, "no connector, cold", hits=False)
-            return Times(cold, self._first_token(engine, "the engine's own cache, warm", hits=True))
+            cold = self._first_token(engine, f"{what}, cold", self._without_cache, hits=False)
+            engine.settle()
+        with Engine(setup) as engine:
+            engine.generate(self._warm_up, 1)
+            again = self._first_token(engine, f"{what}, after a restart", self._with_cache, hits=True)
+            engine.settle()
+        return Beside(*(Times(*both) for both in zip(cold, again, strict=True)))
 
-    def two_engines(self, what: str, setup: Setup) -> Times:
-        """Of one that stores, and of the next."""
-        figures = []
-        for turn in ("cold", "after a restart"):
-            with Engine(setup) as engine:
-                engine.generate(self._warm_up, 1)
-                figures.append(self._first_token(engine, f"{what}, {turn}", hits=turn != "cold"))
-                engine.settle()
-        return Times(*figures)
-
-    def _first_token(self, engine: Engine, what: str, *, hits: bool) -> float:
-        times = []
+    def _first_token(self, engine: Engine, what: str, without: Engine, *, hits: bool) -> list[float]:
+        """Medians of ``engine``, of the one without a connector, and of how many times as long the first takes."""
+        times: dict[Engine, list[float]] = {engine: [], without: []}
         made: list[Made] = []
-        for prompt in self._prompts:
-            begin = time.perf_counter()
-            made += engine.generate([prompt], 1)
-            times.append(time.perf_counter() - begin)
-        outputs = [one.tokens for one in made]
-        if not self.expected:
-            self.expected.extend(outputs)
-        if outputs != self.expected:
-            self.wrong.append(f"{what}: other tokens than without a connector")
+        for number, prompt in enumerate(self._prompts):
+            for each in (engine, without) if number % 2 else (without, engine):
+                begin = time.perf_counter()
+                [answer] = each.generate([prompt], 1)
+                times[each].append(time.perf_counter() - begin)
+                if answer.tokens != self.expected[number]:
+                    self.wrong.append(f"{what}: other tokens for prompt {number}")
+                if each is engine:
+                    made.append(answer)
+            engine.settle()  # what it still saves is its own time, not the other's
         cached = [one.cached for one in made]
         if hits != all(cached):
             self.wrong.append(f"{what}: {cached} tokens of the prompts were cached")
-        sys.stderr.write(f"{what}: {[round(each, 3) for each in times]} s, {cached} cached\n")
-        return statistics.median(times)
+        for name, each in ((what, engine), ("beside it, without a connector", without)):
+            sys.stderr.write(f"{name}: {[round(seconds, 3) for seconds in times[each]]} s\n")
+        sys.stderr.write(f"{cached} cached\n")
+        slower = [own / other for own, other in zip(times[engine], times[without], strict=True)]
+        return [statistics.median(figures) for figures in (times[engine], times[without], slower)]
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
