@@ -1,7 +1,7 @@
 """All kept results in one report: HTML with its pictures inside, and Markdown.
 
-Of each bench and machine the newest result is shown, with what older ones have beside it: a bench may have been run in
-parts. A figure stands beside its floor, its baseline and its goal, as it was kept; nothing is computed anew here.
+Of each bench, machine and size the newest result is shown, with what older ones have beside it: a bench may have been
+run in parts. A figure stands beside its floor, its baseline and its goal, as it was kept; nothing is computed anew here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from protocol.errors import InvalidValue
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_SIZES = ("layers", "experts", "sessions", "tokens", "prompt tokens", "output tokens")
+"""Settings with which a bench measures something else, under the same names."""
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0; font-size: 13px }
@@ -57,11 +59,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def newest(files: list[Path]) -> list[Report]:
-    """One report for each bench and machine: the newest, and rows of older ones that it lacks."""
-    found: dict[tuple[str, str], list[Report]] = defaultdict(list)
+    """One report for each bench, machine and size: the newest, and rows of older ones that it lacks."""
+    found: dict[tuple[str, ...], list[Report]] = defaultdict(list)
     for path in files:
         report = load(path)
-        found[report.bench, report.hardware].append(report)
+        sizes = (str(report.settings.get(name, "")) for name in _SIZES)
+        found[report.bench, report.hardware, *sizes].append(report)
     merged = []
     for _, reports in sorted(found.items()):
         first, *older = sorted(reports, key=lambda report: report.date, reverse=True)

@@ -14,8 +14,8 @@ from benchmarks.report import RESULTS, Report, Row, load
 from protocol.errors import InvalidValue
 
 
-def kept(folder: Path, date: str, *rows: Row, bench: str = "kernels", hardware: str = "card") -> Path:
-    return Report(bench, hardware, {"torch": "2"}, list(rows), "abc", date).save(folder)
+def kept(folder: Path, date: str, *rows: Row, bench: str = "kernels", hardware: str = "card", **sizes: int) -> Path:
+    return Report(bench, hardware, {"torch": "2", **sizes}, list(rows), "abc", date).save(folder)
 
 
 def test_the_newest_is_shown_with_what_it_lacks(tmp_path: Path) -> None:
@@ -27,6 +27,12 @@ def test_the_newest_is_shown_with_what_it_lacks(tmp_path: Path) -> None:
     assert [(row.case, row.value) for row in second.rows] == [("a", 5), ("b", 2)]
     assert summary([second]) == "- kernels on card: 1 of 2 goals met"
     assert "| b | 2 | µs |  |  | 1 | no |" in markdown(second)
+
+
+def test_results_of_other_sizes_are_apart(tmp_path: Path) -> None:
+    ten = kept(tmp_path, "2026-01-01T00:00:00", Row("a", 1, "s"), bench="sessions", layers=10)
+    all_layers = kept(tmp_path, "2026-02-01T00:00:00", Row("b", 2, "s"), bench="sessions", layers=78)
+    assert [[row.case for row in report.rows] for report in newest([ten, all_layers])] == [["a"], ["b"]]
 
 
 class _Tags(HTMLParser):
