@@ -1,7 +1,7 @@
 """All kept results in one report: HTML with its pictures inside, and Markdown.
 
 Of each bench, machine and size the newest result is shown, with what older ones have beside it: a bench may have been
-run in parts. A figure stands beside its floor, its baseline and its goal, as it was kept; nothing is computed anew here.
+run in parts. A figure stands beside its floor, its baseline and its goal, as it was kept; nothing is computed here.
 """
 
 from __future__ import annotations
