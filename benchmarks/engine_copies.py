@@ -28,6 +28,7 @@ from compute.embedded import EmbeddedDaemon
 from compute.integrations.vllm.copies import CudaCopies
 from compute.integrations.vllm.regions import Region
 from compute.integrations.vllm.transfers import BATCH_BYTES
+from kvd.alloc.sizes import require_size
 from protocol.errors import KvdError
 from protocol.layout import round_up
 
@@ -70,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Report:
     """Measure; raises `NoDevice` without a GPU, and `KvdError` if bytes that came back are others."""
+    require_size("rounds", arguments.rounds)
     floors = measure_floors()
     torch.cuda.empty_cache()
     settings = {"torch": torch.__version__, "rounds": arguments.rounds, "bytes of a copy": BATCH_BYTES}

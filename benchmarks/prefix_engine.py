@@ -29,6 +29,7 @@ from benchmarks.vllm_engine import Engine, EngineError, Made, Setup, prepare
 from benchmarks.vllm_models import make_checkpoint, tokens
 from benchmarks.vllm_peers import HOST_BYTES, peers
 from compute.embedded import EmbeddedDaemon
+from kvd.alloc.sizes import require_size
 from protocol.errors import NoDevice
 
 GOAL = 1.3
@@ -47,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Report:
     if importlib.util.find_spec("vllm") is None:
         raise NoDevice("vLLM is not installed here: docs/vllm.md says with which it runs", device="vllm")
+    require_size("prompts", arguments.prompts)
     prepare()
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
         return _measure(arguments, Path(folder))

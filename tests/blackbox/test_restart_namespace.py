@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.blackbox.private_shm import run_with_private_shm
 
 SCRIPT = """
 import os, sys
@@ -40,18 +34,4 @@ assert not os.listdir("/dev/shm"), os.listdir("/dev/shm")
 
 
 def test_case_15_ten_kills_on_a_tmpfs_of_one_and_a_half_pools(run_dir: Path) -> None:
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-m", "true"], capture_output=True).returncode:
-        pytest.skip("a mount namespace of its own is not permitted here")
-    command = f'mount -t tmpfs -o size=48m tmpfs /dev/shm && exec {sys.executable} -c "$SCRIPT" {run_dir / "run"}'
-    done = subprocess.run(
-        [unshare, "-m", "sh", "-c", command],
-        cwd=PROJECT,
-        env={**os.environ, "SCRIPT": SCRIPT},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    if done.returncode == 32:
-        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_with_private_shm(SCRIPT, "48m", run_dir / "run")

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import pytest
 from compute.client import Client
 from kvd.stat.explain import DeviceTerms, Explanation, HostTerms, ProcessTerms
 from tests.blackbox.daemon_process import DaemonProcess, clean_environment
+from tests.blackbox.private_shm import run_with_private_shm
 from tests.blackbox.test_stat import command
 from tests.blackbox.worker_process import WorkerProcess
 
@@ -240,19 +240,7 @@ with DaemonProcess(Path(sys.argv[1]), drain_timeout_s="0") as daemon:
 
 def test_shared_memory_outside_the_books_is_unexplained(run_dir: Path) -> None:
     """In a /dev/shm of its own: 64 MiB that somebody else takes are unexplained, and nothing else is."""
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-m", "true"], capture_output=True).returncode:
-        pytest.skip("a mount namespace of its own is not permitted here")
-    command = f'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec {sys.executable} -c "$SCRIPT" {run_dir / "run"}'
-    done = subprocess.run(
-        [unshare, "-m", "sh", "-c", command],
-        cwd=ROOT,
-        env={**os.environ, "SCRIPT": PRIVATE_SHM},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_with_private_shm(PRIVATE_SHM, "1g", run_dir / "run")
 
 
 def test_page_cache_of_saved_sessions(daemon: DaemonProcess, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class TestPackaging:
         try:
             about = metadata.metadata(re.split("[<>=]", requirement)[0])
         except metadata.PackageNotFoundError:
-            pytest.skip("is not installed here")
+            pytest.skip(f"{requirement} is of an extra that is not installed here")
         fields = ("License-Expression", "License", "Classifier")
         lines = [line.split("\n")[0] for field in fields for line in about.get_all(field, [])]
         named = "; ".join(line for line in lines if "::" not in line or line.startswith("License"))
