@@ -7,10 +7,10 @@ pages fill and leave the ring, and sessions come and go. Between replays the hos
 (`compute.history.History.prepare`) and copies full pages back (``settle``); it reads nothing that a step waits for.
 
 Where the selected rows are found is all that resident and offloaded sessions differ in. Offloaded, the first layer of a
-group reads what the hot cache lacks at home, in registered host RAM (or, of much, a copy of its own), while a branch of
-the graph runs the cache's round and fetches the misses for the group's other layers; so the round is off the step's
-critical path. The branch ends where its outcome is needed: before the second layer attends, or where a group has one
-layer, before the next selection.
+group reads what the hot cache lacks at home, in registered host RAM (or, of much, a copy of its own). Then a branch of
+the graph runs the cache's round and fetches the misses for the group's other layers, beside the rest of that layer; so
+the round is off the step's critical path. The branch ends where its outcome is needed: before the second layer attends,
+or where a group has one layer, before the next selection.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ class AttentionStep:
         self._attention = SparseAttention(places * rows, shape.heads, k, device, encoding=page_format.encoding)
         on_gpu = device.type == "cuda"
         self._main = torch.cuda.Stream(device) if on_gpu else None
-        self._side = torch.cuda.Stream(device) if on_gpu and cached and overlap != "serial" else None
+        # A launch waits for all programs of those before it to have begun, unless its stream comes first.
+        self._side = torch.cuda.Stream(device, priority=-1) if on_gpu and cached and overlap != "serial" else None
         self._branched = False
         self._found = self._addresses
         self.trial = False
@@ -283,7 +284,7 @@ class AttentionStep:
         self._append(records, group, 0)
         self._select(records, group, selection)
         anchor, self._found = self._find(records, group, selection)
-        self._attend(first_layer, 0, anchor)
+        self._attend(first_layer, 0, anchor, lambda: self._begin_branch(records, group, selection))
         self._model.after(first_layer, batch)
         for layer in range(1, layers):
             self._model.before(first_layer + layer, batch)
@@ -310,26 +311,38 @@ class AttentionStep:
         if not self._cached:
             row_addresses(records, self.format, group, selection, addresses)
             return addresses, addresses
-        buffers = RoundBuffers(*(getattr(self._buffers, item.name)[:batch] for item in fields(RoundBuffers)))
+        buffers = self._round_buffers(batch)
         if self._overlap == "serial":
             self._round(records, group, selection, buffers)
             return buffers.addresses, buffers.addresses
         # Looked up before the round begins: what is evicted by it is none of these rows.
         staging = self._staging[:batch]
         row_addresses(records, self.format, group, selection, addresses, cached=True, staging=staging)
+        return addresses, buffers.addresses
+
+    def _begin_branch(self, records: Tensor, group: int, selection: Tensor) -> None:
+        """Run the round of ``group`` beside what comes next, unless it is done or there is none.
+
+        Beside the join of the splits, not the splits: launched with these, it delays what is set up meanwhile.
+        """
+        if not self._cached or self._overlap == "serial":
+            return
+        buffers = self._round_buffers(len(records))
         if self._side is None:
             self._round(records, group, selection, buffers)
-        else:
-            self._side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._side):
-                self._round(records, group, selection, buffers)
-            self._branched = True
-        return addresses, buffers.addresses
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._round(records, group, selection, buffers)
+        self._branched = True
 
     def _round(self, records: Tensor, group: int, selection: Tensor, buffers: RoundBuffers) -> None:
         with whole_edges() if self._side is not None else nullcontext():
             resolve(records, self.format, group, selection, buffers)
         fetch(buffers, self.format.group_row_bytes(group))
+
+    def _round_buffers(self, batch: int) -> RoundBuffers:
+        return RoundBuffers(*(getattr(self._buffers, item.name)[:batch] for item in fields(RoundBuffers)))
 
     def _end_branch(self) -> None:
         """Have the next launch depend on the branch too, if there is one."""
@@ -343,7 +356,9 @@ class AttentionStep:
         latent, rope = self.inputs.latent[layer, :batch], self.inputs.rope[layer, :batch]
         append_rows(records, self.format, group, layer_in_group, self.positions[:batch], latent, rope)
 
-    def _attend(self, layer: int, layer_in_group: int, addresses: Tensor) -> None:
+    def _attend(
+        self, layer: int, layer_in_group: int, addresses: Tensor, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
         batch, place = len(addresses), self.format.layer_index(layer)
         latent, rope = self.inputs.query_latent[place, :batch], self.inputs.query_rope[place, :batch]
         self._attention.attend(
@@ -353,4 +368,5 @@ class AttentionStep:
             rope.flatten(0, 1),
             self.shape.softmax_scale,
             self.out[place, :batch].flatten(0, 1),
+            meanwhile,
         )

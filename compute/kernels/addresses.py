@@ -48,7 +48,8 @@ def row_addresses(
     session. With ``cached``, slots are looked up: a slot of these addresses keeps its row until the round after the one
     that resolves this selection. With ``staging`` too, uint8 [batch, rows, k, row bytes], the group's first row of a
     position without a slot is copied from home to its place there, and that is the address, if the session's last round
-    had more than `MANY_MISSES` per row. Raises `InvalidValue` for shapes or types that do not fit.
+    had more than `MANY_MISSES` per row; a position that several rows selected, in ascending order, is copied for the
+    first of them. Raises `InvalidValue` for shapes or types that do not fit.
     """
     if selection.shape != addresses.shape or not (selection.is_contiguous() and addresses.is_contiguous()):
         raise InvalidValue("selection and addresses", (selection.shape, addresses.shape), "contiguous, of one shape")
@@ -69,6 +70,9 @@ def row_addresses(
         FIELDS=field.FIELDS,
         CACHED=cached,
         STAGED=staging is not None,
+        ROWS=selection.shape[1],
+        K=selection.shape[2],
+        K_BITS=selection.shape[2].bit_length(),
         ROW_WORDS=row_bytes // 4,
         BLOCK_WORDS=triton.next_power_of_2(row_bytes // 4),
         LANES=lanes,
@@ -92,6 +96,9 @@ def _addresses_kernel(  # type: ignore[no-untyped-def]
     FIELDS: tl.constexpr,
     CACHED: tl.constexpr,
     STAGED: tl.constexpr,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    K_BITS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     LANES: tl.constexpr,
@@ -128,8 +135,16 @@ def _addresses_kernel(  # type: ignore[no-untyped-def]
         control = load_pointer(record, field.CONTROL, tl.int32)
         if tl.load(control + _MISSES, mask=tokens > 0, other=0) > MANY:
             missed = present & (slot < 0) & (position < ring_first)
-            rank = tl.where(missed, tl.cumsum(missed.to(tl.int32), 0) - 1, -1)
-            misses = tl.sum(missed.to(tl.int32), 0)
+            staged = at
+            for other in tl.static_range(ROWS - 1):
+                of_other = session * selected + other * K
+                later = missed & (lane >= (other + 1) * K)
+                found = of_other + _count_below(selection + of_other, position, later, K, K_BITS)
+                same = tl.load(selection + found, mask=later & (found < of_other + K), other=-1) == position
+                staged = tl.where(same & (staged == at), found, staged)
+            own = missed & (staged == at)
+            rank = tl.where(own, tl.cumsum(own.to(tl.int32), 0) - 1, -1)
+            misses = tl.sum(own.to(tl.int32), 0)
             word = tl.arange(0, BLOCK_WORDS)
             done = 0
             while done < misses:
@@ -141,6 +156,17 @@ def _addresses_kernel(  # type: ignore[no-untyped-def]
                 row = tl.load(tl.multiple_of(source[:, None] + word[None, :], [1, 16]), mask=wanted)
                 tl.store(tl.multiple_of(target[:, None] + word[None, :], [1, 16]), row, mask=wanted)
                 done += TOGETHER
-            address = tl.where(missed, (staging + at * ROW_WORDS).to(tl.int64), address)
+            address = tl.where(missed, (staging + staged * ROW_WORDS).to(tl.int64), address)
     address = tl.where(present, address, 0)
     tl.store(addresses + at, address, mask=lane < selected)
+
+
+@triton.jit
+def _count_below(ascending, bound, wanted, K: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many of ``ascending`` [K], which -1 fills up at its end, are less than ``bound``, for each ``wanted`` one."""
+    below = bound * 0
+    for bit in tl.static_range(BITS):
+        probe = below + (1 << (BITS - 1 - bit))
+        value = tl.load(ascending + probe - 1, mask=wanted & (probe <= K), other=-1)
+        below = tl.where((value >= 0) & (value < bound), probe, below)
+    return below

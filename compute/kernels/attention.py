@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -77,12 +78,14 @@ class SparseAttention:
         query_rope: Tensor,
         scale: float,
         out: Tensor,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         """Write the output in the latent space to ``out``, float32 [n, heads, 512], for any n > 0 query rows.
 
         ``addresses`` int64 [n, k] are of group rows, 0 where empty; ``query_latent`` [n, heads, 512] and ``query_rope``
         [n, heads, 64] are bfloat16, float16 or float32. A query row without any selected row gives 0. All tensors are
-        contiguous. Raises `InvalidValue` for shapes that do not fit.
+        contiguous. ``meanwhile`` enqueues what goes beside the last launch on another stream. Raises `InvalidValue` for
+        shapes that do not fit.
         """
         count = addresses.shape[0]
         if not count or addresses.shape[1] != self.k or not addresses.is_contiguous():
@@ -95,6 +98,8 @@ class SparseAttention:
         for start in range(0, count, self.rows):
             part = slice(start, start + self.rows)
             self._split(addresses[part], layer_in_group, query_latent[part], query_rope[part], scale)
+            if start + self.rows >= count:
+                meanwhile()
             self._join(out[part])
 
     def _split(

@@ -14,7 +14,7 @@ from compute.kernels.kernel_set import KernelSet, ReferenceKernels
 from compute.kernels.state import MISSES, NO_RING
 from compute.kernels.triton_set import TritonKernels
 from protocol.errors import InvalidValue
-from protocol.layout import F32, FP8_DS_MLA, Q8G64, Encoding
+from protocol.layout import F32, FP8_DS_MLA, PAGE_TOKENS, Q8G64, Encoding
 from tests.kernels.pages import DEVICE, Pages, assert_same_bytes, format_of
 
 GROUP, K, HEADS, INDEX_HEADS = 1, 64, 3, 32
@@ -170,16 +170,45 @@ def test_addresses_in_place_and_looked_up(ring_first: int) -> None:
     assert torch.equal(addresses[0], expected)
     assert not bool(addresses[1].any())
 
-    staging = torch.full((*selection.shape, Q8G64.rows.row_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("ring_first", [130, NO_RING])
+def test_of_many_misses_each_row_is_copied_once(rows: int, ring_first: int) -> None:
+    """Rows share positions, all or none; some are short, one is empty."""
+    length, slots, k = 4 * PAGE_TOKENS + 1, 40, 150
+    pages = Pages.random(format_of(), 5, length=length, ring_first=ring_first)
+    cache = pages.cache(GROUP, slots)
+    generator = torch.Generator().manual_seed(rows)
+    cached = torch.randperm(length, generator=generator)[:slots].to(DEVICE)
+    cache.table[cached] = torch.arange(slots, dtype=torch.int32, device=DEVICE)
+    selection = torch.full((2, rows, k), -1, dtype=torch.int32, device=DEVICE)
+    for row, count in zip(range(rows), (k, k, k - 70, 0), strict=False):
+        drawn = torch.randperm(length, generator=generator)[:count].sort()[0]
+        selection[0, row, :count] = (selection[0, 0] if row == 1 else drawn)[:count]
+    selection[1] = selection[0]
+    records = torch.stack([describe(pages.page_map, GROUP, cache), torch.zeros(FIELDS, dtype=torch.int64)]).to(DEVICE)
+    in_place, addresses = torch.zeros_like(selection).long(), torch.zeros_like(selection).long()
+    row_addresses(records, format_of(), GROUP, selection, in_place, cached=True)
+    assert not bool(in_place[1].any())
+
+    row_bytes = Q8G64.rows.row_bytes
+    staging = torch.full((*selection.shape, row_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    cache.control[MISSES] = MANY_MISSES * rows
     row_addresses(records, format_of(), GROUP, selection, addresses, cached=True, staging=staging)
-    assert torch.equal(addresses[0], expected)  # as before after a round of few misses
-    cache.control[MISSES] = 2 * MANY_MISSES + 1
+    assert torch.equal(addresses, in_place)
+    cache.control[MISSES] += 1
     row_addresses(records, format_of(), GROUP, selection, addresses, cached=True, staging=staging)
-    missed = (selection[0] >= 0) & (selection[0] < min(300, ring_first)) & ~torch.isin(selection[0], cached.to(DEVICE))
-    places = torch.arange(selection[0].numel(), device=DEVICE).view(selection[0].shape) * Q8G64.rows.row_bytes
-    assert torch.equal(addresses[0], torch.where(missed, staging.data_ptr() + places, expected))
-    assert torch.equal(staging[0][missed], pages.memory.read(expected[missed], Q8G64.rows.row_bytes))
-    assert bool((staging[0][~missed] == 0xFF).all())
+    flat = selection[0].flatten().long()
+    missed = (flat >= 0) & (flat < ring_first) & ~torch.isin(flat, cached)
+    first = (flat[None, :] == flat[:, None]).int().argmax(dim=1)  # the first of all places with this position
+    expected = torch.where(missed, staging.data_ptr() + first * row_bytes, in_place[0].flatten())
+    assert bool(missed.any())
+    assert torch.equal(addresses[0].flatten(), expected)
+    copied = torch.zeros_like(missed)
+    copied[first[missed]] = True
+    truth = pages.memory.read(in_place[0].flatten()[copied], row_bytes)
+    assert torch.equal(staging[0].flatten(0, 1)[copied], truth)
+    assert bool((staging[0].flatten(0, 1)[~copied] == 0xFF).all())
     assert bool((staging[1] == 0xFF).all())
     assert not bool(addresses[1].any())
     with pytest.raises(InvalidValue, match="staging"):
