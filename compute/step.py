@@ -7,10 +7,11 @@ pages fill and leave the ring, and sessions come and go. Between replays the hos
 (`compute.history.History.prepare`) and copies full pages back (``settle``); it reads nothing that a step waits for.
 
 Where the selected rows are found is all that resident and offloaded sessions differ in. Offloaded, the first layer of a
-group reads what the hot cache lacks at home, in registered host RAM (or, of much, a copy of its own). Then a branch of
-the graph runs the cache's round and fetches the misses for the group's other layers, beside the rest of that layer; so
-the round is off the step's critical path. The branch ends where its outcome is needed: before the second layer attends,
-or where a group has one layer, before the next selection.
+group reads what the hot cache lacks at home, in registered host RAM (or, of much, a copy of its own), while a branch of
+the graph runs the cache's round and fetches the misses for the group's other layers; so the round is off the step's
+critical path. The branch begins beside the first layer's attention, or where the rest of the layer hides it as well,
+right behind that. It ends where its outcome is needed: before the second layer attends, or where a group has one layer,
+before the next selection.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ from protocol.layout import INDEX_DIM, LATENT_DIM, PAGE_TOKENS, ROPE_DIM, PageFo
 BATCH_SIZES = (1, 2, 4, 8, 16)
 """Sessions of a recorded step; a batch in between is filled up with idle places."""
 
-Overlap = Literal["serial", "branch"]
-OVERLAPS: tuple[Overlap, ...] = ("serial", "branch")
-"""How the round of a group goes: before its first layer, which is better where much is missed; or beside it."""
+Overlap = Literal["serial", "branch", "late"]
+OVERLAPS: tuple[Overlap, ...] = ("serial", "branch", "late")
+"""How the round of a group goes: before its first layer attends; beside that; or right behind it, beside a model's rest
+of the layer. The last delays the step least, as nothing else is launched between the parts of attention.
+"""
 
 Choose = Callable[[int, Tensor], None]
 """Called with a group and its selection int32 [batch, rows, k]; enqueues what replaces it, for benches and tests."""
@@ -170,7 +173,7 @@ class AttentionStep:
         self._selection = torch.zeros((places, rows, k), dtype=torch.int32, device=device)
         self._addresses = torch.zeros((places, rows, k), dtype=torch.int64, device=device)
         self._buffers = RoundBuffers.empty(places, rows, k, device)
-        row_bytes = page_format.encoding.rows.row_bytes if cached and overlap == "branch" else 0
+        row_bytes = page_format.encoding.rows.row_bytes if cached and overlap != "serial" else 0
         self._staging = torch.zeros((places, rows, k, row_bytes), dtype=torch.uint8, device=device)
         self._attention = SparseAttention(places * rows, shape.heads, k, device, encoding=page_format.encoding)
         on_gpu = device.type == "cuda"
@@ -284,7 +287,7 @@ class AttentionStep:
         self._append(records, group, 0)
         self._select(records, group, selection)
         anchor, self._found = self._find(records, group, selection)
-        self._attend(first_layer, 0, anchor, lambda: self._begin_branch(records, group, selection))
+        self._attend(first_layer, 0, anchor, lambda: self._begin_branch("late", records, group, selection))
         self._model.after(first_layer, batch)
         for layer in range(1, layers):
             self._model.before(first_layer + layer, batch)
@@ -318,14 +321,12 @@ class AttentionStep:
         # Looked up before the round begins: what is evicted by it is none of these rows.
         staging = self._staging[:batch]
         row_addresses(records, self.format, group, selection, addresses, cached=True, staging=staging)
+        self._begin_branch("branch", records, group, selection)
         return addresses, buffers.addresses
 
-    def _begin_branch(self, records: Tensor, group: int, selection: Tensor) -> None:
-        """Run the round of ``group`` beside what comes next, unless it is done or there is none.
-
-        Beside the join of the splits, not the splits: launched with these, it delays what is set up meanwhile.
-        """
-        if not self._cached or self._overlap == "serial":
+    def _begin_branch(self, place: Overlap, records: Tensor, group: int, selection: Tensor) -> None:
+        """Run the round of ``group`` beside what comes next, if this is the ``place`` for it."""
+        if not self._cached or self._overlap != place:
             return
         buffers = self._round_buffers(len(records))
         if self._side is None:

@@ -60,7 +60,7 @@ class Speculation(Model):
         max_tokens: int,
         cached: bool,
         kernels: KernelsName | None = None,
-        overlap: Overlap = "branch",
+        overlap: Overlap = "late",
         choose: Choose | None = None,
         on_query: OnQuery | None = None,
         draft_choose: Choose | None = None,

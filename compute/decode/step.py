@@ -78,7 +78,7 @@ class DecodeStep(Model):
         max_tokens: int,
         cached: bool,
         kernels: KernelsName | None = None,
-        overlap: Overlap = "branch",
+        overlap: Overlap = "late",
         choose: Choose | None = None,
         on_query: Callable[[int, int], None] | None = None,
         sample: Hook | None = None,
