@@ -27,24 +27,26 @@ def randomise(pages: Tensor, page_format: PageFormat, generator: torch.Generator
     blocks[..., keys.scales_offset // 4 :].view(torch.float32).uniform_(0.005, 0.015, generator=generator)
 
 
-def fill_at_home(history: History, rows: int, seed: int, device: torch.device) -> None:
+def fill_at_home(history: History, rows: int, seed: int, device: torch.device, *, owns: bool = True) -> None:
     """Give an empty offloaded history ``rows`` committed random rows: made on ``device``, copied to host RAM.
 
-    Its index keys come to VRAM as those of a restored session do.
+    Its index keys come to VRAM as those of a restored session do. Of several ranks, the one that ``owns`` the session
+    writes the rows, and the others wait for them.
     """
     session, page_format = history.session, history.format
     assert session is not None, "pages at home in host RAM"
     pages = round_up(rows, PAGE_TOKENS) // PAGE_TOKENS
     session.extend(pages)
-    generator = torch.Generator(device).manual_seed(seed)
-    chunk = max(1, min(_CHUNK_BYTES // page_format.stride, pages))
-    made = torch.empty((chunk, page_format.stride), dtype=torch.uint8, device=device)
-    start_copy = session.attachment.device.start_copy
-    for first in range(0, pages, chunk):
-        part = made[: min(chunk, pages - first)]
-        randomise(part, page_format, generator)
-        for copy in [start_copy(session.page(first + index), page) for index, page in enumerate(part)]:
-            copy.wait()
+    if owns:
+        generator = torch.Generator(device).manual_seed(seed)
+        chunk = max(1, min(_CHUNK_BYTES // page_format.stride, pages))
+        made = torch.empty((chunk, page_format.stride), dtype=torch.uint8, device=device)
+        start_copy = session.attachment.device.start_copy
+        for first in range(0, pages, chunk):
+            part = made[: min(chunk, pages - first)]
+            randomise(part, page_format, generator)
+            for copy in [start_copy(session.page(first + index), page) for index, page in enumerate(part)]:
+                copy.wait()
     session.state.logical_rows = rows
     session.publish_commit(rows)
     history.restore(rows)

@@ -9,6 +9,7 @@ Where VRAM holds both, passes of offloaded and resident sessions alternate; else
 
 from __future__ import annotations
 
+import os
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from benchmarks.locality import Locality
 from benchmarks.model_arguments import model_of
 from benchmarks.report import Report, Row, cpu_name
 from benchmarks.sessions_decode import Batch, Pass, digests
+from benchmarks.sessions_fetch import fetch_rows
 from benchmarks.sessions_report import Case, case_rows, memory_rows
 from benchmarks.sessions_world import SessionsSettings, World, fill_cache, opened, say
 from compute.decode.decoder import FastDecoder
@@ -59,11 +61,16 @@ def configure(parser: ArgumentParser) -> None:
     add("--alone-only", action="store_true", help="no resident batch: each session resident alone, one after the other")
     add("--apart", action="store_true", help="one mode after the other, even where VRAM holds both")
     add("--chunk", type=int, default=256, metavar="N", help="tokens of a real prompt read at a time (default 256)")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of a model, under torchrun (default 1)")
 
 
-def run(arguments: Namespace) -> Report:
-    """Measure. ``exit_status`` is 1 if an output differs, or if a corrupted row does not show."""
+def run(arguments: Namespace) -> Report | None:
+    """Measure. ``exit_status`` is 1 if an output differs, or if a corrupted row does not show. Of several ranks, rank 0
+    reports.
+    """
     started = time.monotonic()
+    if arguments.tensor_parallel > 1 and arguments.device != "cpu":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     settings = _settings(arguments)
     locality, percents = _locality(settings, arguments), _percents(settings, arguments)
     on_gpu = settings.device != "cpu"
@@ -84,6 +91,8 @@ def run(arguments: Namespace) -> Report:
         world.open_all()
         report.rows.append(Row("time until all sessions were there", time.monotonic() - started, "s"))
         report.rows += memory_rows(world)
+        if world.team is not None and on_gpu:
+            report.rows += fetch_rows(world, world.team)
         cases = [_case(world, locality, percent) for percent in percents]
         if on_gpu:
             torch.cuda.empty_cache()  # what drawing took: resident pages are the daemon's
@@ -94,7 +103,7 @@ def run(arguments: Namespace) -> Report:
     if on_gpu:
         report.rows.append(Row("peak of VRAM that torch took", torch.cuda.max_memory_reserved() / 2**30, "GiB"))
     report.rows.append(Row("time of the whole run", time.monotonic() - started, "s"))
-    return report
+    return report if world.team is None or world.worker.reports else None
 
 
 def _settings(arguments: Namespace) -> SessionsSettings:
@@ -106,6 +115,7 @@ def _settings(arguments: Namespace) -> SessionsSettings:
         ("sessions", 1, BATCH_SIZES[-1]),
         ("steps", 2, 4096),
         ("pairs", 1, 100),
+        ("tensor-parallel", 1, 64),
         ("ring-pages", 2, 4096),
     ):
         if not least <= getattr(arguments, name.replace("-", "_")) <= most:
@@ -123,6 +133,7 @@ def _settings(arguments: Namespace) -> SessionsSettings:
         hot_rows=arguments.hot_rows,
         ring_pages=arguments.ring_pages,
         chunk=arguments.chunk,
+        tensor=arguments.tensor_parallel,
     )
 
 
@@ -138,6 +149,7 @@ def _told(settings: SessionsSettings, arguments: Namespace) -> dict[str, object]
         "torch": torch.__version__,
         "layers": settings.config.num_hidden_layers,
         "experts": settings.config.n_routed_experts,
+        "ranks": settings.tensor,
         "dtype": settings.dtype,
         "weights": "random",
         "sessions": settings.sessions,
@@ -179,67 +191,75 @@ def _both_fit(settings: SessionsSettings) -> bool:
         return True
     plan = settings.plan
     weights = weight_bytes(settings.config, settings.dtype, range(settings.config.num_hidden_layers), drafts=False)
-    taken = weights + plan.vram_bytes(settings.sessions) + settings.sessions * plan.pages * plan.page_format.stride
+    taken = (
+        weights // settings.tensor
+        + plan.vram_bytes(settings.sessions)
+        + settings.sessions * plan.pages * plan.page_format.stride
+    )
     return taken + VRAM_SPARE < torch.cuda.get_device_properties(torch.device(settings.device)).total_memory
 
 
 def _run_in_turns(world: World, cases: Sequence[Case], arguments: Namespace) -> None:
     """Both modes hold all sessions at a time."""
     count = world.settings.sessions
-    offloaded = _batch(world, count, cached=True)
-    here, single = _batch(world, count, cached=False), _batch(world, 1, cached=False)
-    resident = [world.resident(session) for session in range(count)]
-    for case in cases:
-        _begin(world, case, offloaded, world.offloaded)
-        _begin(world, case, here, resident)
-        before = _lookups(world.offloaded)
-        for pair in range(arguments.pairs):
-            _take(case, "offloaded", case.offloaded, offloaded.decode(arguments.steps), pair)
-            _take(case, "resident", case.resident, here.decode(arguments.steps), pair)
-        case.looked_up = _since(before, world.offloaded)
-        here.leave()
-        for session, history in enumerate(resident):
-            case.alone.append(_alone(world, case, single, history, session, arguments.steps))
-        if case.percent != 0:
-            _control(world, case, offloaded, arguments.steps)
-    for history in resident:
-        history.close()
+    with (
+        _batch(world, count, cached=True) as offloaded,
+        _batch(world, count, cached=False) as here,
+        _batch(world, 1, cached=False) as single,
+    ):
+        resident = [world.resident(session) for session in range(count)]
+        for case in cases:
+            _begin(world, case, offloaded, world.offloaded)
+            _begin(world, case, here, resident)
+            before = _lookups(world.offloaded)
+            for pair in range(arguments.pairs):
+                _take(case, "offloaded", case.offloaded, offloaded.decode(arguments.steps), pair)
+                _take(case, "resident", case.resident, here.decode(arguments.steps), pair)
+            case.looked_up = _since(before, world.offloaded)
+            here.leave()
+            for session, history in enumerate(resident):
+                case.alone.append(_alone(world, case, single, history, session, arguments.steps))
+            if case.percent != 0:
+                _control(world, case, offloaded, arguments.steps)
+        for history in resident:
+            world.worker.end(history)
 
 
 def _run_apart(world: World, cases: Sequence[Case], arguments: Namespace) -> None:
     """Offloaded sessions first, then resident ones: all at a time, or one after the other."""
     count = world.settings.sessions
-    offloaded = _batch(world, count, cached=True)
-    for case in cases:
-        _begin(world, case, offloaded, world.offloaded)
-        before = _lookups(world.offloaded)
-        for pair in range(arguments.pairs):
-            _take(case, "offloaded", case.offloaded, offloaded.decode(arguments.steps), pair)
-        case.looked_up = _since(before, world.offloaded)
-        if case.percent != 0:
-            _control(world, case, offloaded, arguments.steps)
+    with _batch(world, count, cached=True) as offloaded:
+        for case in cases:
+            _begin(world, case, offloaded, world.offloaded)
+            before = _lookups(world.offloaded)
+            for pair in range(arguments.pairs):
+                _take(case, "offloaded", case.offloaded, offloaded.decode(arguments.steps), pair)
+            case.looked_up = _since(before, world.offloaded)
+            if case.percent != 0:
+                _control(world, case, offloaded, arguments.steps)
     for session, history in enumerate(world.offloaded):
         history.truncate(world.settings.rows(session))
     world.let_go()
     del offloaded
-    single = _batch(world, 1, cached=False)
-    if arguments.alone_only:
-        for session in range(count):
-            history = world.resident(session)
+    with _batch(world, 1, cached=False) as single:
+        if arguments.alone_only:
+            for session in range(count):
+                history = world.resident(session)
+                for case in cases:
+                    case.alone.append(_alone(world, case, single, history, session, arguments.steps))
+                world.worker.end(history)
+            return
+        resident = [world.resident(session) for session in range(count)]
+        with _batch(world, count, cached=False) as here:
             for case in cases:
-                case.alone.append(_alone(world, case, single, history, session, arguments.steps))
-            history.close()
-        return
-    resident, here = [world.resident(session) for session in range(count)], _batch(world, count, cached=False)
-    for case in cases:
-        _begin(world, case, here, resident)
-        for pair in range(arguments.pairs):
-            _take(case, "resident", case.resident, here.decode(arguments.steps), pair)
-        here.leave()
-        for session, history in enumerate(resident):
-            case.alone.append(_alone(world, case, single, history, session, arguments.steps))
-    for history in resident:
-        history.close()
+                _begin(world, case, here, resident)
+                for pair in range(arguments.pairs):
+                    _take(case, "resident", case.resident, here.decode(arguments.steps), pair)
+                here.leave()
+                for session, history in enumerate(resident):
+                    case.alone.append(_alone(world, case, single, history, session, arguments.steps))
+        for history in resident:
+            world.worker.end(history)
 
 
 def _batch(world: World, places: int, *, cached: bool) -> Batch:

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Pass:
 
 
 class Batch:
-    """A step over ``places`` sessions, resident or offloaded, one query row each."""
+    """A step over ``places`` sessions, resident or offloaded, one query row each. Use it as a context."""
 
     def __init__(
         self,
@@ -69,6 +70,12 @@ class Batch:
             if self._drawn is not None:
                 self._drawn.place(place, session)
         self._histories = list(histories)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._step.close()
 
     def leave(self) -> None:
         """Make all places idle."""

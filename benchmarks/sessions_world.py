@@ -7,11 +7,14 @@ that their pages fill at different steps.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,6 +27,9 @@ from compute.decode.matrices import WeightType
 from compute.embedded import EmbeddedDaemon
 from compute.histories import HistorySettings, Mode
 from compute.history import History
+from compute.parallel.grid import Grid, Place
+from compute.parallel.team import Team
+from compute.parallel.worker import ParallelWorker
 from compute.worker import Worker
 from kvd.planning.footprint import Footprint
 from protocol.errors import InvalidValue
@@ -32,6 +38,8 @@ from protocol.model import ModelConfig
 
 Kind = Literal["drawn", "real"]
 
+PEERS_TIMEOUT_S = 300.0
+"""The longest that ranks wait for each other: while rank 0 fills a history, too."""
 _SEED = 7
 
 
@@ -49,6 +57,8 @@ class SessionsSettings:
     hot_rows: int
     ring_pages: int
     chunk: int
+    tensor: int = 1
+    """Ranks under ``torchrun``, each with a part of every layer and a device of its own."""
 
     def __post_init__(self) -> None:
         if self.tokens % PAGE_TOKENS or self.tokens < self.room + 2 * PAGE_TOKENS:
@@ -76,9 +86,10 @@ class World:
     """The sessions, offloaded: histories and the token that each goes on with."""
 
     settings: SessionsSettings
-    daemon: EmbeddedDaemon
     worker: Worker
     weights_bytes: int
+    team: Team | None = None
+    """All ranks, where there are several."""
     offloaded: list[History] = field(default_factory=list)
     first_tokens: list[int] = field(default_factory=list)
 
@@ -102,7 +113,7 @@ class World:
     def let_go(self) -> None:
         """Keep the sessions stored, without their caches: VRAM for resident histories. They are at their first rows."""
         while self.offloaded:
-            self.offloaded.pop().close(keep=True)
+            self.worker.end(self.offloaded.pop(), keep=True)
 
     def resident(self, session: int) -> History:
         """A resident history of the rows that ``session`` began with, which is what it has now."""
@@ -136,7 +147,8 @@ class World:
         rows, generator = settings.rows(session), torch.Generator().manual_seed(_SEED + session)
         vocabulary = settings.config.vocab_size
         if settings.kind == "drawn":
-            fill_at_home(history, rows, _SEED + session, worker.device.torch_device)
+            owns = self.team is None or self.team.is_owner
+            fill_at_home(history, rows, _SEED + session, worker.device.torch_device, owns=owns)
             return int(torch.randint(0, vocabulary, (1,), generator=generator))
         tokens: list[int] = torch.randint(0, vocabulary, (rows,), generator=generator).tolist()
         hidden = worker.prefill(history, tokens, settings.chunk)
@@ -159,19 +171,44 @@ def fill_cache(history: History, cached: Tensor) -> None:
 
 @contextmanager
 def opened(settings: SessionsSettings) -> Iterator[World]:
-    """A world without sessions yet. Raises `InvalidValue` where the device has less memory than they take."""
-    sizes = _sizes(settings)
-    started = time.monotonic()
-    with EmbeddedDaemon(settings.device, **sizes) as daemon:
-        say(f"daemon with {sizes['host_bytes'] / 2**30:.1f} GiB of host RAM after {time.monotonic() - started:.1f} s")
+    """A world without sessions yet. Raises `InvalidValue` where the device has less memory than they take.
+
+    On several ranks the daemon is rank 0's, and has gone when all have closed their workers.
+    """
+    with ExitStack() as stack:
+        team = None
+        worker_type: Callable[..., Worker] = Worker
+        device = settings.device
+        if settings.tensor > 1:
+            place = Place.of_environment(settings.tensor, 1, os.environ)
+            device = place.device(settings.device)
+            grid = stack.enter_context(Grid(place, device=device, timeout_s=PEERS_TIMEOUT_S))
+            team = Team(grid.control, place.tensor)
+            worker_type = partial(ParallelWorker, grid=grid)
+        run_dir = _started(settings, stack, team)
+        started = time.monotonic()
         before = torch.cuda.memory_allocated() if settings.device != "cpu" else 0
-        with Worker(
-            daemon.run_dir, settings.device, settings.config, Q8G64, dtype=settings.dtype, rows=settings.chunk
-        ) as worker:
+        with worker_type(run_dir, device, settings.config, Q8G64, dtype=settings.dtype, rows=settings.chunk) as worker:
             assert isinstance(worker.decoder, FastDecoder)
             after = torch.cuda.memory_allocated() if settings.device != "cpu" else 0
-            say(f"model made after {time.monotonic() - started:.1f} s")
-            yield World(settings, daemon, worker, after - before)
+            say(f"model made in {time.monotonic() - started:.1f} s")
+            yield World(settings, worker, after - before, team)
+        if team is not None:
+            team.together(lambda: None)
+
+
+def _started(settings: SessionsSettings, stack: ExitStack, team: Team | None) -> Path:
+    """Where the daemon that is entered into ``stack`` listens."""
+    sizes, begun = _sizes(settings), time.monotonic()
+
+    def start() -> str:
+        if team is not None and not team.is_owner:
+            return ""
+        return str(stack.enter_context(EmbeddedDaemon(settings.device, **sizes)).run_dir)
+
+    found = start() if team is None else team.share(team.together(start), str)
+    say(f"daemon with {sizes['host_bytes'] / 2**30:.1f} GiB of host RAM after {time.monotonic() - begun:.1f} s")
+    return Path(found)
 
 
 def _sizes(settings: SessionsSettings) -> dict[str, int]:
@@ -185,9 +222,10 @@ def _sizes(settings: SessionsSettings) -> dict[str, int]:
         vram = torch.cuda.get_device_properties(torch.device(settings.device)).total_memory
     else:
         resident = settings.sessions * round_up(plan.pages * plan.page_format.stride, 64 << 20)
-        vram = 2 * plan.vram_bytes(settings.sessions) + resident + (256 << 20)
+        vram = settings.tensor * (2 * plan.vram_bytes(settings.sessions) + resident) + (256 << 20)
     return {"host_bytes": host, "extent_bytes": extent, "vram_bytes": vram // (2 << 20) * (2 << 20)}
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)

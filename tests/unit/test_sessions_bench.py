@@ -140,14 +140,13 @@ def test_the_plan_is_compared_with_its_steps() -> None:
     assert offloaded.batch.misses == pytest.approx(0.049)
 
 
-def bench(tmp_path: Path, options: str) -> dict[str, Any]:
+def bench(tmp_path: Path, options: str, *, sessions: int = 2, launcher: str = "") -> dict[str, Any]:
     model = tmp_path / "config.json"
     model.write_text(json.dumps(asdict(CONFIG)))
-    command = (
-        f"--device cpu --model {model} --experts 4 --dtype bf16 --sessions 2 --hot-rows 96 --working-set 64 --json"
-    )
+    command = f"--device cpu --model {model} --experts 4 --dtype bf16 --hot-rows 96 --working-set 64 --json"
+    command += f" --sessions {sessions} {options}"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cli", "sessions", *command.split(), *options.split()],
+        [sys.executable, "-m", *launcher.split(), "benchmarks.cli", "sessions", *command.split()],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         check=True,
@@ -193,3 +192,25 @@ def test_real_sessions_on_a_cpu(tmp_path: Path) -> None:
     assert values[f"{name}: misses, measured"] > 0
     assert values[f"{name}: all cached rows of a group of one session, corrupted, change it alone"] == 1
     assert f"{name}, pass 1: resident" not in values
+
+
+@pytest.mark.slow
+def test_a_session_on_two_ranks(tmp_path: Path) -> None:
+    """One host copy of the pages, a hot cache on each rank; rank 0 alone reports."""
+    written = bench(
+        tmp_path,
+        "--tokens 512 --steps 3 --pairs 1 --misses 10 --tensor-parallel 2",
+        sessions=1,
+        launcher="torch.distributed.run --standalone --nproc-per-node 2 -m",
+    )
+    name, values = "1 sessions of 512 tokens, 10 % miss", values_of(written)
+    assert written["settings"]["ranks"] == 2
+    for what in (
+        "outputs equal to the session resident and alone",
+        "outputs equal to the resident batch, all passes",
+        "all ranks have the same outputs",
+        "one cached row of one session, corrupted, change it alone",
+    ):
+        assert values[f"{name}: {what}"] == 1
+    assert {row["case"] for row in written["rows"] if row["case"].startswith("memory") and row["met"] is False} == set()
+    assert f"{name}: offloaded, a step as kvd plan expects it" not in values
