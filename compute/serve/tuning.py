@@ -121,8 +121,9 @@ class StepTuner:
 class ChunkTuner:
     """How many tokens of a prompt to read between two decode steps, so that a gap is ``gap_s`` at most.
 
-    Lengths are of a few sizes up to ``most``, and each is judged by what it took, since short pieces cost more for a
-    token. The least is read however long that takes, so that prompts come to an end.
+    Where a step alone takes more than half of that, a piece may take as long as a step: a gap is two steps at most, and
+    reading has its half of the time. Lengths are of a few sizes up to ``most``, and each is judged by what it took,
+    since short pieces cost more for a token. The least is read however long that takes, so that prompts come to an end.
     """
 
     def __init__(self, gap_s: float, most: int, least: int = 16) -> None:
@@ -134,16 +135,25 @@ class ChunkTuner:
         """What pieces of each size took lately."""
 
     def measured(self, tokens: int, seconds: float) -> None:
-        """A piece of ``tokens`` took ``seconds``. What is slower than before is believed at once."""
-        if tokens in self.sizes:
-            before = self.seconds.get(tokens, 0.0)
-            self.seconds[tokens] = max(seconds, before + _SMOOTHING * (seconds - before))
+        """A piece of ``tokens`` took ``seconds``. What is slower than before is believed at once.
+
+        A longer piece takes no more for a token: where one was slower than that, it is forgotten by and by, else one
+        that was held up once would never be tried again.
+        """
+        if tokens not in self.sizes:
+            return
+        before = self.seconds.get(tokens, 0.0)
+        self.seconds[tokens] = max(seconds, before + _SMOOTHING * (seconds - before))
+        for size, longer in self.seconds.items():
+            if size > tokens:
+                most = self.seconds[tokens] * size / tokens
+                self.seconds[size] = min(longer, longer + _SMOOTHING * (most - longer))
 
     def tokens(self, *, decoding: bool, step_s: float) -> int:
-        """Length of the next piece: the longest where nobody decodes, else what ``gap_s`` leaves beside a step."""
+        """Length of the next piece: the longest where nobody decodes, else what the gap leaves beside a step."""
         if not decoding:
             return self._most
-        room = self.gap_s - step_s
+        room = max(self.gap_s - step_s, step_s)
         return max((size for size in self.sizes if self._expected(size) <= room), default=self.sizes[0])
 
     def _expected(self, size: int) -> float:

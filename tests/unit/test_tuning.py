@@ -82,10 +82,36 @@ def test_pieces_of_prompts_keep_the_gap(fixed_s: float, token_s: float) -> None:
     assert lengths[-1] >= fitting[-2:][0], "the longest that keeps the gap, or the one before it"
 
 
-def test_a_piece_that_got_slower_is_believed_at_once() -> None:
+@pytest.mark.parametrize("step_s", [0.15, 0.2, 0.9])
+def test_where_steps_are_long_a_piece_takes_as_long_as_a_step(step_s: float) -> None:
+    """Pieces that cost 50 ms and 2 ms a token: half of the time is theirs, and no gap is longer than two steps."""
+    chunks = ChunkTuner(0.2, 256)
+    for _ in range(30):
+        length = chunks.tokens(decoding=True, step_s=step_s)
+        seconds = 0.05 + 0.002 * length
+        chunks.measured(length, seconds)
+        assert seconds <= step_s, (length, step_s)
+    assert length > 16
+    assert seconds > step_s / 2 or length == 256
+    for size in chunks.sizes:
+        chunks.measured(size, 2 * step_s)
+    assert chunks.tokens(decoding=True, step_s=step_s) == 16, "prompts come to an end whatever that takes"
+
+
+def test_a_piece_that_got_slower_is_believed_at_once_and_forgotten() -> None:
     chunks = ChunkTuner(0.2, 256)
     for length in chunks.sizes:
         chunks.measured(length, length * 0.0005)
     assert chunks.tokens(decoding=True, step_s=0) == 256
     chunks.measured(256, 0.5)
-    assert chunks.tokens(decoding=True, step_s=0) < 256
+    tried = []
+    for _ in range(12):
+        tried.append(chunks.tokens(decoding=True, step_s=0))
+        chunks.measured(tried[-1], tried[-1] * 0.0005)
+    assert tried[0] < 256
+    assert tried[-1] == 256, "it was held up once"
+    for length in chunks.sizes:
+        chunks.measured(length, length * 0.005)
+    for _ in range(100):
+        assert chunks.tokens(decoding=True, step_s=0) < 48
+        chunks.measured(chunks.tokens(decoding=True, step_s=0), 0.005 * 32)
