@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.daemon_room import room_for
 from benchmarks.model_arguments import model_of
 from benchmarks.report import Report, cpu_name
 from benchmarks.serve_report import Trace
@@ -98,7 +99,8 @@ def run(arguments: Namespace) -> Report:
     lengths = Lengths(arguments.shortest, arguments.prompt, arguments.output, arguments.skew)
     trace = draw(arguments.requests, arguments.rate, arguments.seed, config.vocab_size, lengths)
     first = _first(arguments, config)
-    with EmbeddedDaemon(arguments.device, **_sizes(arguments, config)) as daemon:
+    plan = Footprint(config, Q8G64, _most_tokens(arguments), arguments.hot_rows, arguments.mtp, arguments.ring_pages)
+    with EmbeddedDaemon(arguments.device, **room_for(arguments.device, plan, SETTINGS.running + 1)) as daemon:
         before = daemon.stat()
         with _served(daemon.run_dir, arguments, config) as path:
             ask(path, first, 0.0)
@@ -155,20 +157,6 @@ def _most_tokens(arguments: Namespace) -> int:
     """Of a session, with what steps write behind its last token."""
     behind = max(rows_behind(arguments.mtp), MAX_DRAFTS + PAGE_TOKENS)
     return round_up(int(arguments.prompt + arguments.output) + behind, PAGE_TOKENS)
-
-
-def _sizes(arguments: Namespace, config: ModelConfig) -> dict[str, int]:
-    """Of the daemon, so that as many sessions fit as a server runs at a time."""
-    sessions, on_gpu = SETTINGS.running + 1, arguments.device != "cpu"
-    tokens = _most_tokens(arguments)
-    plan = Footprint(config, Q8G64, tokens, arguments.hot_rows, arguments.mtp, arguments.ring_pages)
-    extent = 1 << 30 if on_gpu else round_up(4 * plan.page_format.stride, 4 << 20)
-    host = round_up(2 * plan.host_bytes(sessions), extent)
-    if on_gpu:
-        vram = torch.cuda.get_device_properties(torch.device(arguments.device)).total_memory
-    else:
-        vram = 2 * plan.vram_bytes(sessions) + (256 << 20)
-    return {"host_bytes": host, "extent_bytes": extent, "vram_bytes": vram // (2 << 20) * (2 << 20)}
 
 
 @contextmanager
