@@ -156,10 +156,9 @@ def _learn(world: World, tuner: StepTuner) -> list[Group]:
 def _sizes(arguments: Namespace) -> Sizes:
     """Raises `InvalidValue`."""
     config = model_of(arguments)
-    most = MAX_DRAFTS if config.num_nextn_predict_layers else 0
     for what, values, low, high in (
         ("sessions", [arguments.sessions], 1, MOST),
-        ("mtp", arguments.mtp, 0, most),
+        ("mtp", arguments.mtp, 0, MAX_DRAFTS),
         ("limits", arguments.limits, 1, MOST),
         ("history", [arguments.history], PAGE_TOKENS, 1 << 20),
         ("append", [arguments.append], 1, 1 << 20),
@@ -169,6 +168,8 @@ def _sizes(arguments: Namespace) -> Sizes:
         for value in values:
             if not low <= value <= high:
                 raise InvalidValue(f"--{what}", value, f"{low} to {high}")
+    if max(arguments.mtp) and not config.num_nextn_predict_layers:
+        raise InvalidValue("--mtp", max(arguments.mtp), "0: the model has no MTP layer")
     if arguments.history % PAGE_TOKENS:
         raise InvalidValue("--history", arguments.history, f"a multiple of {PAGE_TOKENS}")
     chunk = chunk_of(arguments)

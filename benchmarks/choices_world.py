@@ -83,6 +83,11 @@ class ScriptedPlaces(Places):
         self.scripts: dict[str, Tensor] = {}
         self.looked_up: dict[str, int] = {}
 
+    def record(self) -> None:
+        """Greedy steps alone: nobody asks for others."""
+        for steps in self._steps.values():
+            (steps.step if isinstance(steps, Speculation) else steps).record()
+
     def join(self, seat: Seat) -> None:
         super().join(seat)
         steps = self._steps[self.depth]
@@ -143,6 +148,7 @@ class World:
         room = round_up(settings.context + self.scheduler.sessions.settings.slack, PAGE_TOKENS)
         self._places = ScriptedPlaces(worker, settings.running, room, sizes.depths)
         self._places.first = sizes.history + sizes.append
+        self._places.record()
         self.scheduler.places = self._places
         self.prompts: dict[str, list[int]] = {}
         self._stored = []

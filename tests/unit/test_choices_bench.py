@@ -40,6 +40,7 @@ def test_the_choice_is_held_against_the_best_of_the_others() -> None:
     [
         ("--sessions 17", "--sessions is 17; allowed: 1 to 16"),
         ("--mtp 0 4", "--mtp is 4; allowed: 0 to 3"),
+        ("--model demo --mtp 1", "--mtp is 1; allowed: 0: the model has no MTP layer"),
         ("--limits 4 0", "--limits is 0; allowed: 1 to 16"),
         ("--history 100", "--history is 100; allowed: a multiple of 64"),
         ("--output 1", "--output is 1; allowed: 2"),
