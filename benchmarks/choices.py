@@ -94,7 +94,7 @@ def run(arguments: Namespace) -> Report:
     report.rows += table(timed)
     report.rows.append(Row("rounds", len(timed[CHOSEN]), "rounds"))
     report.rows.append(Row(f"{CHOSEN}: drafts", chosen.depth(arguments.sessions), "drafts"))
-    report.rows.append(Row(f"{CHOSEN}: limit", chosen.limit(), "sessions"))
+    report.rows.append(Row(f"{CHOSEN}: limit", chosen.limit(arguments.sessions), "sessions"))
     for depth, group in warm.items():
         report.rows.append(Row(f"MTP {depth}: tokens of a session's step", group.tokens_per_step, "tokens"))
         report.rows.append(Row(f"MTP {depth}: selected rows that were missed", 100 * group.missed, "%"))

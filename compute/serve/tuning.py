@@ -30,7 +30,7 @@ def padded(sessions: int) -> int:
 
 @dataclass
 class Cell:
-    """Tokens per second at one depth and batch size, as last measured, and in which window that was."""
+    """Tokens per second of a session at one depth and batch size, as last measured, and in which window that was."""
 
     rate: float
     window: int
@@ -47,16 +47,16 @@ class StepTuner:
         self.depths, self._most, self._fixed_limit = tuple(depths), most, limit
         self.cells: dict[tuple[int, int], Cell] = {}
         self._windows = 0
-        self._tokens, self._seconds, self._steps = 0, 0.0, 0
+        self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
         self._key: tuple[int, int] | None = None
 
     def measured(self, depth: int, sessions: int, tokens: int, seconds: float) -> bool:
         """A step of ``sessions`` gave ``tokens`` in ``seconds``; returns whether this ends a window of such steps."""
         key = (depth, padded(sessions))
         if key != self._key:
-            self._key, self._tokens, self._seconds, self._steps = key, 0, 0.0, 0
+            self._key, self._tokens, self._seconds, self._steps = key, 0.0, 0.0, 0
             return False  # the first step after a change has work of the change in it
-        self._tokens += tokens
+        self._tokens += tokens / sessions
         self._seconds += seconds
         self._steps += 1
         if self._steps < WINDOW_STEPS:
@@ -65,7 +65,7 @@ class StepTuner:
         rate, cell = self._tokens / self._seconds, self.cells.get(key)
         before = rate if cell is None else cell.rate
         self.cells[key] = Cell(before + _SMOOTHING * (rate - before), self._windows)
-        self._tokens, self._seconds, self._steps = 0, 0.0, 0
+        self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
         return True
 
     def depth(self, sessions: int) -> int:
@@ -83,21 +83,22 @@ class StepTuner:
                 return depth
         return best
 
-    def limit(self) -> int:
-        """How many sessions to decode together at most: the fewest that are not slower than more of them."""
+    def limit(self, sessions: int | None = None) -> int:
+        """How many of ``sessions``, by default as many as may be, to decode together at most: all, or fewer where that
+        gives more tokens.
+        """
         if self._fixed_limit is not None:
             return self._fixed_limit
-        rates = {size: self._rate(size) for size in BATCH_SIZES if size <= padded(self._most)}
-        chosen = max(rates)
-        for size in sorted(rates, reverse=True):
-            here, there = rates[size], rates[chosen]
+        chosen = self._most if sessions is None else max(min(sessions, self._most), 1)
+        for fewer in sorted((size for size in BATCH_SIZES if size < chosen), reverse=True):
+            here, there = self._rate(fewer), self._rate(chosen)
             if here is not None and there is not None and here > WORTH_IT * there:
-                chosen = size
-        return min(chosen, self._most)
+                chosen = fewer
+        return chosen
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second by ``depth × batch size``."""
-        return {f"{depth}x{size}": cell.rate for (depth, size), cell in sorted(self.cells.copy().items())}
+        """Tokens per second of full batches by ``depth × batch size``."""
+        return {f"{depth}x{size}": size * cell.rate for (depth, size), cell in sorted(self.cells.copy().items())}
 
     def _was_much_slower(self, depth: int, size: int) -> bool:
         """Whether ``depth`` was, at the nearest batch size where all depths were measured."""
@@ -110,12 +111,13 @@ class StepTuner:
         best = max(self.cells[each, nearest].rate for each in self.depths)
         return self.cells[depth, nearest].rate < MUCH_SLOWER * best
 
-    def _rate(self, size: int) -> float | None:
-        """The best rate of a batch size; None where it is not known, or not any more."""
+    def _rate(self, sessions: int) -> float | None:
+        """The best rate of so many together; None where it is not known, or not any more."""
+        size = padded(sessions)
         found = [self.cells[depth, size] for depth in self.depths if (depth, size) in self.cells]
         if not found or self._windows - max(cell.window for cell in found) > FORGET_AFTER:
             return None
-        return max(cell.rate for cell in found)
+        return sessions * max(cell.rate for cell in found)
 
 
 class ChunkTuner:

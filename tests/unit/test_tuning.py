@@ -58,12 +58,22 @@ def test_fewer_sessions_are_decoded_together_where_that_is_faster() -> None:
     machine = Machine(1, 0.01, 0, slow_above=4)
     for sessions in (4, 16):
         run(tuner, machine, sessions, 3 * WINDOW_STEPS)
-    assert tuner.limit() == 4
+    assert [tuner.limit(sessions) for sessions in (1, 3, 4, 16)] == [1, 3, 4, 4]
     assert StepTuner((0,), 16, limit=6).limit() == 6
     even = StepTuner((0,), 16)
     for sessions in (4, 16):
         run(even, Machine(1, 0.01, 0), sessions, 3 * WINDOW_STEPS)
     assert even.limit() == 16
+
+
+def test_a_batch_that_was_not_full_says_nothing_against_a_full_one() -> None:
+    """Steps of 16 places take as long with nine sessions: for nine, eight are faster; for sixteen, all of them are."""
+    tuner = StepTuner((0,), 16)
+    for _ in range(3 * WINDOW_STEPS):
+        tuner.measured(0, 8, 8, 1.0)
+    for _ in range(3 * WINDOW_STEPS):
+        tuner.measured(0, 9, 9, 1.5)
+    assert [tuner.limit(sessions) for sessions in (8, 9, 16)] == [8, 8, 16]
 
 
 @pytest.mark.parametrize(("fixed_s", "token_s"), [(0.0, 0.001), (0.05, 0.0005), (0.0, 0.1)])
