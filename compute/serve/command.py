@@ -53,7 +53,7 @@ def configure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--batch",
         default="auto",
         metavar="N",
-        help="sessions decoded together, 1 to 16, or auto: as many as is fastest (default %(default)s)",
+        help="sessions decoded together, 1 to 16, or auto: all, unless fewer are clearly faster (default %(default)s)",
     )
     add("--running", type=int, default=16, metavar="N", help="requests with memory at a time (default %(default)s)")
     add("--queue", type=int, default=256, metavar="N", help="requests that may wait (default %(default)s)")

@@ -17,8 +17,8 @@ PROBE_EVERY = 100
 """Windows after which a depth that was slower is measured again; four times as many where it was much slower."""
 FORGET_AFTER = 400
 """Windows after which a batch size that was slower is tried again."""
-WORTH_IT = 1.02
-"""How much faster another choice must be: less is within what measurements differ by."""
+WORTH_WAITING = 1.1
+"""How much faster fewer sessions must be: the others wait for a place meanwhile."""
 MUCH_SLOWER = 0.8
 _SMOOTHING = 0.3
 
@@ -85,14 +85,14 @@ class StepTuner:
 
     def limit(self, sessions: int | None = None) -> int:
         """How many of ``sessions``, by default as many as may be, to decode together at most: all, or fewer where that
-        gives more tokens.
+        gives clearly more tokens.
         """
         if self._fixed_limit is not None:
             return self._fixed_limit
         chosen = self._most if sessions is None else max(min(sessions, self._most), 1)
         for fewer in sorted((size for size in BATCH_SIZES if size < chosen), reverse=True):
             here, there = self._rate(fewer), self._rate(chosen)
-            if here is not None and there is not None and here > WORTH_IT * there:
+            if here is not None and there is not None and here > WORTH_WAITING * there:
                 chosen = fewer
         return chosen
 

@@ -74,6 +74,9 @@ def test_a_batch_that_was_not_full_says_nothing_against_a_full_one() -> None:
     for _ in range(3 * WINDOW_STEPS):
         tuner.measured(0, 9, 9, 1.5)
     assert [tuner.limit(sessions) for sessions in (8, 9, 16)] == [8, 8, 16]
+    for _ in range(30 * WINDOW_STEPS):
+        tuner.measured(0, 9, 9, 1.2)
+    assert tuner.limit(9) == 9, "a little more is not worth that one waits"
 
 
 @pytest.mark.parametrize(("fixed_s", "token_s"), [(0.0, 0.001), (0.05, 0.0005), (0.0, 0.1)])
