@@ -67,7 +67,7 @@ class Trace:
         return rows
 
     def longest_wait(self, sharers: int) -> float:
-        """Of all waits for a first token, the longest beside the work that may come before it: above 1, one starved.
+        """The longest wait for a first token, beside the work that may come before it: far above 1, somebody starved.
 
         That work is in tokens: all of the requests that were sent before and had not been answered, and as many times
         its own prompt as there are ``sharers`` of the worker, since each of them gets as much. The trace's tokens over
