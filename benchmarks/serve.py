@@ -111,8 +111,8 @@ def run(arguments: Namespace) -> Report:
         if not served:
             raise InvalidValue("--seconds", arguments.seconds, "more than it takes to start the server")
         asked = [trace[number] for number in served]
-        verified = _verified(asked, arguments)
-        alone, alone_s = _alone(daemon.run_dir, arguments, config, first, [asked[number] for number in verified])
+        numbers = verified(asked, arguments.verify, arguments.seed)
+        alone, alone_s = _alone(daemon.run_dir, arguments, config, first, [asked[number] for number in numbers])
     told = {name: getattr(arguments, name) for name in TOLD}
     told |= {"torch": torch.__version__, "weights": "random", "trace": "synthetic: random tokens"}
     report = Report("serve", cpu_name() if arguments.device == "cpu" else torch.cuda.get_device_name(), told)
@@ -121,7 +121,7 @@ def run(arguments: Namespace) -> Report:
         [answer for answer in answers if answer is not None],
         served_s,
         len(trace) - len(asked),
-        dict(zip(verified, alone, strict=True)),
+        dict(zip(numbers, alone, strict=True)),
         alone_s,
         drift,
     ).rows(min(arguments.clients, SETTINGS.running))
@@ -213,13 +213,13 @@ def _served_answers(
     return answers, max((answer.end_s for answer in answers if answer is not None), default=0.0)
 
 
-def _verified(asked: Sequence[Asked], arguments: Namespace) -> list[int]:
+def verified(asked: Sequence[Asked], count: int | None, seed: int) -> list[int]:
     """The numbers of the requests that are answered alone too: all, or the longest prompt and others from the seed."""
-    if arguments.verify is None or arguments.verify >= len(asked):
+    if count is None or count >= len(asked):
         return list(range(len(asked)))
     longest = max(range(len(asked)), key=lambda number: len(asked[number].prompt))
     others = [number for number in range(len(asked)) if number != longest]
-    return sorted([longest, *random.Random(arguments.seed).sample(others, arguments.verify - 1)])
+    return sorted([longest, *random.Random(seed).sample(others, count - 1)])
 
 
 def _alone(

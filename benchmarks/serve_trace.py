@@ -97,8 +97,8 @@ def ask(path: Path, asked: Asked, started: float, until: float | None = None) ->
     body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
     connection = http.client.HTTPConnection("kvd", timeout=TIMEOUT_S)
     connection.sock = socket.socket(socket.AF_UNIX)
-    connection.sock.connect(str(path))
     with closing(connection):
+        connection.sock.connect(str(path))
         connection.request("POST", "/v1/completions", json.dumps(body).encode())
         reply = connection.getresponse()
         if reply.status != 200:

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 
 from benchmarks.cli import main
 from benchmarks.report import Row
+from benchmarks.serve import verified
 from benchmarks.serve_report import Trace
-from benchmarks.serve_trace import SHORTEST, Answer, Asked, Lengths, draw
+from benchmarks.serve_trace import SHORTEST, Answer, Asked, Lengths, ask, draw
 from compute.decode.sampler import GREEDY
 from tests.blackbox.scheduling import CONFIG
 
@@ -68,6 +70,25 @@ def test_what_is_wrong_misses_its_goal() -> None:
     assert rows(other, verified=(1,))["answers that differ from those alone"].met is True
     assert rows(failed)["requests that failed"].met is False
     assert rows(answers(), -1)["host: bytes requested more or less than before"].met is False
+
+
+def test_what_is_due_too_late_is_not_sent(tmp_path: Path) -> None:
+    """Nobody listens there."""
+    now = time.monotonic()
+    assert ask(tmp_path / "http.sock", Asked(5.0, [1], 1, GREEDY), now, until=now + 1) is None
+    assert ask(tmp_path / "http.sock", Asked(None, [1], 1, GREEDY), now, until=now - 1) is None
+    with pytest.raises(FileNotFoundError):
+        ask(tmp_path / "http.sock", Asked(0.0, [1], 1, GREEDY), now, until=now + 1)
+
+
+def test_the_longest_prompt_is_verified_and_others_of_the_seed() -> None:
+    asked = [Asked(None, [0] * length, 1, GREEDY) for length in (3, 9, 4, 1, 5)]
+    assert verified(asked, None, 0) == verified(asked, 9, 0) == [0, 1, 2, 3, 4]
+    assert verified(asked, 1, 0) == [1]
+    drawn = {tuple(verified(asked, 3, seed)) for seed in range(20)}
+    assert len(drawn) > 3
+    assert all(1 in numbers and len(set(numbers)) == 3 for numbers in drawn)
+    assert verified(asked, 3, 7) == verified(asked, 3, 7)
 
 
 def test_a_request_that_is_passed_over_shows() -> None:
