@@ -31,6 +31,7 @@ BENCHES = [
     Bench("pairs", "benchmarks.pairs", "complete requests, offloaded against resident, with and without drafts"),
     Bench("sessions", "benchmarks.sessions", "many long sessions that decode at once, and each of them alone"),
     Bench("serve", "benchmarks.serve", "a trace of requests to a server, and the same requests alone"),
+    Bench("choices", "benchmarks.choices", "long sessions at each number of drafts and batch limit, and by choice"),
     Bench("decode", "benchmarks.decode", "a decode step of the whole model, and its floor"),
     Bench("prefill", "benchmarks.prefill", "reading a long text, beside a chain of library products"),
     Bench("step", "benchmarks.step", "the attention side of a decode step, offloaded against resident"),

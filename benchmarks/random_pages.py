@@ -12,7 +12,10 @@ _CHUNK_BYTES = 256 << 20
 
 
 def randomise(pages: Tensor, page_format: PageFormat, generator: torch.Generator) -> None:
-    """Fill ``pages`` uint8 [n, stride], encoded in q8g64 with e4m3 keys, on the device of ``generator``."""
+    """Fill ``pages`` uint8 [n, stride], encoded in q8g64 with e4m3 keys, on the device of ``generator``.
+
+    The hidden states of their last tokens are finite too, where there are any.
+    """
     layout, keys = page_format.encoding.rows, page_format.encoding.keys
     words = pages.view(torch.int32)
     words.random_(generator=generator)
@@ -25,6 +28,8 @@ def randomise(pages: Tensor, page_format: PageFormat, generator: torch.Generator
     blocks = blocks.unflatten(1, (-1, keys.block_bytes // 4))
     blocks[..., : keys.scales_offset // 4].bitwise_and_(0xBFBFBFBF - (1 << 32))  # e4m3 below 2
     blocks[..., keys.scales_offset // 4 :].view(torch.float32).uniform_(0.005, 0.015, generator=generator)
+    hidden = words[:, page_format.hidden_offset // 4 :][:, : page_format.hidden_size].view(torch.float32)
+    hidden.normal_(generator=generator)
 
 
 def fill_at_home(history: History, rows: int, seed: int, device: torch.device, *, owns: bool = True) -> None:

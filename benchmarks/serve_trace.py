@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import random
 import socket
 import time
@@ -37,43 +36,69 @@ class Asked:
 
 @dataclass
 class Answer:
-    """What came of a request. ``first_s`` is counted from when it was due, ``gaps_s`` are between deliveries of tokens,
-    which are of one step each. ``error`` is empty where all went well.
+    """What came of a request. ``due_s`` is when it was due, after the trace began; ``first_s`` is counted from there,
+    ``gaps_s`` are between deliveries of tokens, which are of one step each. ``error`` is empty where all went well.
     """
 
     tokens: list[int] = field(default_factory=list)
+    due_s: float = 0.0
     first_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     error: str = ""
 
+    @property
+    def end_s(self) -> float:
+        """When its last token was there, after the trace began."""
+        return self.due_s + self.first_s + sum(self.gaps_s)
 
-def draw(count: int, rate: float, seed: int, vocabulary: int, prompt: int, output: int) -> list[Asked]:
-    """``count`` requests, ``rate`` of them a second (0: as clients are free), every other one sampled.
 
-    Prompts are of up to ``prompt`` random tokens, short ones as often as long ones on a logarithmic scale; answers of
-    up to ``output``, each length as often.
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts, ``shortest`` to ``longest``, and ``most`` of an answer.
+
+    With a ``skew`` of 0 all lengths are as frequent on a logarithmic scale; with 1, half a length is twice as frequent.
     """
+
+    shortest: int
+    longest: int
+    most: int
+    skew: float = 0.0
+
+    def draw(self, chance: random.Random) -> tuple[int, int]:
+        """Tokens of a prompt, and of its answer."""
+        share, ratio = chance.random(), self.shortest / self.longest
+        factor = ratio**-share if not self.skew else (1 - share * (1 - ratio**self.skew)) ** (-1 / self.skew)
+        return round(self.shortest * factor), chance.randint(SHORTEST, self.most)
+
+
+def draw(count: int, rate: float, seed: int, vocabulary: int, lengths: Lengths) -> list[Asked]:
+    """``count`` requests of random tokens, ``rate`` a second (0: as clients are free), every other one sampled."""
     chance, due, asked = random.Random(seed), 0.0, []
     for index in range(count):
-        length = round(math.exp(chance.uniform(math.log(SHORTEST), math.log(prompt))))
-        tokens = [chance.randrange(vocabulary) for _ in range(length)]
+        prompt, output = lengths.draw(chance)
+        tokens = [chance.randrange(vocabulary) for _ in range(prompt)]
         sampling = Sampling(0.8, 0.95, seed + index) if index % 2 else GREEDY
-        asked.append(Asked(due if rate else None, tokens, chance.randint(SHORTEST, output), sampling))
+        asked.append(Asked(due if rate else None, tokens, output, sampling))
         due += chance.expovariate(rate) if rate else 0.0
     return asked
 
 
-def ask(path: Path, asked: Asked, started: float) -> Answer:
-    """The answer of the server at the UNIX socket ``path``, streamed. ``started`` is when the trace was."""
+def ask(path: Path, asked: Asked, started: float, until: float | None = None) -> Answer | None:
+    """The answer of the server at the UNIX socket ``path``, streamed. ``started`` is when the trace was.
+
+    None where the request is due after ``until``: it is not sent.
+    """
     due = time.monotonic() if asked.due_s is None else started + asked.due_s
+    if until is not None and due > until:
+        return None
     time.sleep(max(due - time.monotonic(), 0.0))
-    sampling, answer = asked.sampling, Answer()
+    sampling, answer = asked.sampling, Answer(due_s=due - started)
     body = {"prompt": asked.prompt, "max_tokens": asked.tokens, "stream": True, "ignore_eos": True}
     body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
     connection = http.client.HTTPConnection("kvd", timeout=TIMEOUT_S)
     connection.sock = socket.socket(socket.AF_UNIX)
-    connection.sock.connect(str(path))
     with closing(connection):
+        connection.sock.connect(str(path))
         connection.request("POST", "/v1/completions", json.dumps(body).encode())
         reply = connection.getresponse()
         if reply.status != 200:

@@ -53,7 +53,7 @@ def configure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--batch",
         default="auto",
         metavar="N",
-        help="sessions decoded together, 1 to 16, or auto: as many as is fastest (default %(default)s)",
+        help="sessions decoded together, 1 to 16, or auto: all, unless fewer are clearly faster (default %(default)s)",
     )
     add("--running", type=int, default=16, metavar="N", help="requests with memory at a time (default %(default)s)")
     add("--queue", type=int, default=256, metavar="N", help="requests that may wait (default %(default)s)")
@@ -65,7 +65,8 @@ def configure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=float,
         default=0.2,
         metavar="S",
-        help="longest gap between a request's tokens that reading others' prompts may cause (default %(default)s)",
+        help="longest gap between a request's tokens while others' prompts are read; two steps, where one takes more "
+        "than half of that (default %(default)s)",
     )
     add("--idle", type=float, default=30.0, metavar="S", help="how long a session stays open (default %(default)s)")
     add("--shutdown-timeout", type=int, default=30, metavar="S", help="time for requests to end (default %(default)s)")

@@ -1,4 +1,4 @@
-"""How long things took: the gaps between a request's tokens, and pieces of prompts on the device."""
+"""How long things took: the gaps between a request's tokens; steps and pieces of prompts on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Gaps:
 class Stopwatch:
     """Times what is enqueued from now to `stop`: on a GPU, between two events of the stream."""
 
-    def __init__(self, device: torch.device, tokens: int, of: object) -> None:
+    def __init__(self, device: torch.device, tokens: int = 0, of: object = None) -> None:
         self.tokens, self.of = tokens, of
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda":

@@ -17,9 +17,9 @@ from protocol.layout import PAGE_TOKENS
 class SchedulerSettings:
     """Limits of a scheduler. ``depths`` of drafting and ``batch`` are chosen by measurement where they leave a choice.
 
-    ``running`` requests have memory at a time, ``batch`` of them decode together (None: as many as is fastest), and
+    ``running`` requests have memory at a time, ``batch`` of them decode together (None: by measurement), and
     ``queue`` more may wait, for ``queue_s`` seconds at most. ``gap_s`` bounds the gap between two tokens of a request
-    that reading others' prompts causes.
+    while others' prompts are read; where a step takes more than half of that, two steps do.
     """
 
     context: int = 8192

@@ -7,7 +7,6 @@ meanwhile is nobody's.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from compute.decode.mtp import Speculation
 from compute.decode.sampler import Sampling
 from compute.decode.step import DecodeStep, StepOutput
 from compute.history import History
+from compute.serve.gaps import Stopwatch
 from compute.serve.tuning import padded
 from compute.worker import Worker
 
@@ -52,13 +52,14 @@ class Seat:
 class _Flight:
     output: StepOutput
     seats: dict[int, Seat]
+    watch: Stopwatch
 
 
 @dataclass(frozen=True)
 class StepRead:
     """What a step gave: tokens behind each seat's, one or several, and the drafts that were verified for each seat.
 
-    ``seconds`` are since the step before; 0 where that was not just before it.
+    ``seconds`` are the step's own, whatever else the device had to do.
     """
 
     tokens: list[tuple[Seat, list[int]]]
@@ -71,14 +72,13 @@ class Places:
 
     def __init__(self, worker: Worker, count: int, max_tokens: int, depths: Sequence[int]) -> None:
         self._steps = {depth: worker.steps(count, depth, max_tokens) for depth in depths}
-        self._count = count
+        self._count, self._device = count, worker.device.torch_device
         self._prepared_ahead = 1 if worker.mtp else 0
         self.depth = depths[0]
-        self.ahead = STEPS_AHEAD if worker.device.torch_device.type == "cuda" else 1
+        self.ahead = STEPS_AHEAD if self._device.type == "cuda" else 1
         """Steps enqueued at a time. Without a GPU a step is done when it is enqueued: one ahead would only be late."""
         self.seats: dict[int, Seat] = {}
         self._flights: deque[_Flight] = deque()
-        self._read_at: float | None = None
 
     def record(self) -> None:
         """Record all steps now, so that none of them is recorded while somebody waits for a token."""
@@ -112,18 +112,19 @@ class Places:
         for seat in self.seats.values():
             seat.history.prepare((seat.under_way + 1) * (self.depth + 1) + self._prepared_ahead)
             seat.under_way += 1
-        if not self._flights:
-            self._read_at = time.perf_counter()
         _recorded(steps).sampling = any(seat.sampling.temperature > 0 for seat in self.seats.values())
-        self._flights.append(_Flight(steps.replay(), dict(self.seats)))
+        watch = Stopwatch(self._device)
+        output = steps.replay()
+        watch.stop()
+        self._flights.append(_Flight(output, dict(self.seats), watch))
         return True
 
     def read(self) -> StepRead:
         """Wait for the oldest step. Its tokens have no rows settled yet: that is `settle`'s, of as many as are kept."""
         flight = self._flights.popleft()
         sampled, accepted = flight.output.wait()
-        now = time.perf_counter()
-        seconds, self._read_at = (now - self._read_at if self._read_at is not None else 0.0), now
+        seconds = flight.watch.seconds(wait=True)
+        assert seconds is not None
         found: list[tuple[Seat, list[int]]] = []
         for place, seat in flight.seats.items():
             seat.under_way -= 1
@@ -132,10 +133,6 @@ class Places:
                 seat.hidden = None
                 found.append((seat, sampled[place][: accepted[place]]))
         return StepRead(found, self.depth, seconds)
-
-    def interrupted(self) -> None:
-        """Something else has been enqueued: the next step's time says nothing of steps."""
-        self._read_at = None
 
     def settle(self, seat: Seat, tokens: Sequence[int]) -> None:
         """Keep ``tokens``, the first ones of those that `read` gave: the rows that they were sampled behind are there.
@@ -161,7 +158,6 @@ class Places:
         self.depth = depth
         for seat in moving:
             self.join(seat)
-        self.interrupted()
 
     def _hidden(self, seat: Seat) -> Tensor:
         if seat.hidden is not None:

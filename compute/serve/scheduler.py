@@ -254,7 +254,6 @@ class Scheduler:
         if self._piece is not None:
             self._measure_piece(wait=True)
         self._piece = watch
-        self.places.interrupted()
         job.read += len(piece)
         job.tell(Reading(job.read, len(job.unread), job.opened.cached))
         if job.read == len(job.unread):
@@ -306,7 +305,7 @@ class Scheduler:
                 self.places.rearrange(wanted)
 
     def _seat_ready(self) -> None:
-        limit = self.steps.limit()
+        limit = self.steps.limit(len(self._decoding) + len(self._ready))
         while self._ready and len(self._decoding) < limit:
             job = self._ready.popleft()
             assert job.seat is not None
@@ -332,7 +331,7 @@ class Scheduler:
         self._counted["steps"] += 1
         self._counted["tokens"] += count
         self._counted["seats"] += len(step.tokens)
-        if step.seconds and step.tokens:
+        if step.tokens:
             self._step_s = step.seconds
             self.steps.measured(step.depth, len(step.tokens), count, step.seconds)
 

@@ -17,8 +17,8 @@ PROBE_EVERY = 100
 """Windows after which a depth that was slower is measured again; four times as many where it was much slower."""
 FORGET_AFTER = 400
 """Windows after which a batch size that was slower is tried again."""
-WORTH_IT = 1.02
-"""How much faster another choice must be: less is within what measurements differ by."""
+WORTH_WAITING = 1.1
+"""How much faster fewer sessions must be: the others wait for a place meanwhile."""
 MUCH_SLOWER = 0.8
 _SMOOTHING = 0.3
 
@@ -30,7 +30,7 @@ def padded(sessions: int) -> int:
 
 @dataclass
 class Cell:
-    """Tokens per second at one depth and batch size, as last measured, and in which window that was."""
+    """Tokens per second of a session at one depth and batch size, as last measured, and in which window that was."""
 
     rate: float
     window: int
@@ -47,16 +47,16 @@ class StepTuner:
         self.depths, self._most, self._fixed_limit = tuple(depths), most, limit
         self.cells: dict[tuple[int, int], Cell] = {}
         self._windows = 0
-        self._tokens, self._seconds, self._steps = 0, 0.0, 0
+        self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
         self._key: tuple[int, int] | None = None
 
     def measured(self, depth: int, sessions: int, tokens: int, seconds: float) -> bool:
         """A step of ``sessions`` gave ``tokens`` in ``seconds``; returns whether this ends a window of such steps."""
         key = (depth, padded(sessions))
         if key != self._key:
-            self._key, self._tokens, self._seconds, self._steps = key, 0, 0.0, 0
+            self._key, self._tokens, self._seconds, self._steps = key, 0.0, 0.0, 0
             return False  # the first step after a change has work of the change in it
-        self._tokens += tokens
+        self._tokens += tokens / sessions
         self._seconds += seconds
         self._steps += 1
         if self._steps < WINDOW_STEPS:
@@ -65,7 +65,7 @@ class StepTuner:
         rate, cell = self._tokens / self._seconds, self.cells.get(key)
         before = rate if cell is None else cell.rate
         self.cells[key] = Cell(before + _SMOOTHING * (rate - before), self._windows)
-        self._tokens, self._seconds, self._steps = 0, 0.0, 0
+        self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
         return True
 
     def depth(self, sessions: int) -> int:
@@ -83,21 +83,22 @@ class StepTuner:
                 return depth
         return best
 
-    def limit(self) -> int:
-        """How many sessions to decode together at most: the fewest that are not slower than more of them."""
+    def limit(self, sessions: int | None = None) -> int:
+        """How many of ``sessions``, by default as many as may be, to decode together at most: all, or fewer where that
+        gives clearly more tokens.
+        """
         if self._fixed_limit is not None:
             return self._fixed_limit
-        rates = {size: self._rate(size) for size in BATCH_SIZES if size <= padded(self._most)}
-        chosen = max(rates)
-        for size in sorted(rates, reverse=True):
-            here, there = rates[size], rates[chosen]
-            if here is not None and there is not None and here > WORTH_IT * there:
-                chosen = size
-        return min(chosen, self._most)
+        chosen = self._most if sessions is None else max(min(sessions, self._most), 1)
+        for fewer in sorted((size for size in BATCH_SIZES if size < chosen), reverse=True):
+            here, there = self._rate(fewer), self._rate(chosen)
+            if here is not None and there is not None and here > WORTH_WAITING * there:
+                chosen = fewer
+        return chosen
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second by ``depth × batch size``."""
-        return {f"{depth}x{size}": cell.rate for (depth, size), cell in sorted(self.cells.copy().items())}
+        """Tokens per second of full batches by ``depth × batch size``."""
+        return {f"{depth}x{size}": size * cell.rate for (depth, size), cell in sorted(self.cells.copy().items())}
 
     def _was_much_slower(self, depth: int, size: int) -> bool:
         """Whether ``depth`` was, at the nearest batch size where all depths were measured."""
@@ -110,19 +111,21 @@ class StepTuner:
         best = max(self.cells[each, nearest].rate for each in self.depths)
         return self.cells[depth, nearest].rate < MUCH_SLOWER * best
 
-    def _rate(self, size: int) -> float | None:
-        """The best rate of a batch size; None where it is not known, or not any more."""
+    def _rate(self, sessions: int) -> float | None:
+        """The best rate of so many together; None where it is not known, or not any more."""
+        size = padded(sessions)
         found = [self.cells[depth, size] for depth in self.depths if (depth, size) in self.cells]
         if not found or self._windows - max(cell.window for cell in found) > FORGET_AFTER:
             return None
-        return max(cell.rate for cell in found)
+        return sessions * max(cell.rate for cell in found)
 
 
 class ChunkTuner:
     """How many tokens of a prompt to read between two decode steps, so that a gap is ``gap_s`` at most.
 
-    Lengths are of a few sizes up to ``most``, and each is judged by what it took, since short pieces cost more for a
-    token. The least is read however long that takes, so that prompts come to an end.
+    Where a step alone takes more than half of that, a piece may take as long as a step: a gap is two steps at most, and
+    reading has its half of the time. Lengths are of a few sizes up to ``most``, and each is judged by what it took,
+    since short pieces cost more for a token. The least is read however long that takes, so that prompts come to an end.
     """
 
     def __init__(self, gap_s: float, most: int, least: int = 16) -> None:
@@ -134,16 +137,25 @@ class ChunkTuner:
         """What pieces of each size took lately."""
 
     def measured(self, tokens: int, seconds: float) -> None:
-        """A piece of ``tokens`` took ``seconds``. What is slower than before is believed at once."""
-        if tokens in self.sizes:
-            before = self.seconds.get(tokens, 0.0)
-            self.seconds[tokens] = max(seconds, before + _SMOOTHING * (seconds - before))
+        """A piece of ``tokens`` took ``seconds``. What is slower than before is believed at once.
+
+        A longer piece takes no more for a token: where one was slower than that, it is forgotten by and by, else one
+        that was held up once would never be tried again.
+        """
+        if tokens not in self.sizes:
+            return
+        before = self.seconds.get(tokens, 0.0)
+        self.seconds[tokens] = max(seconds, before + _SMOOTHING * (seconds - before))
+        for size, longer in self.seconds.items():
+            if size > tokens:
+                most = self.seconds[tokens] * size / tokens
+                self.seconds[size] = min(longer, longer + _SMOOTHING * (most - longer))
 
     def tokens(self, *, decoding: bool, step_s: float) -> int:
-        """Length of the next piece: the longest where nobody decodes, else what ``gap_s`` leaves beside a step."""
+        """Length of the next piece: the longest where nobody decodes, else what the gap leaves beside a step."""
         if not decoding:
             return self._most
-        room = self.gap_s - step_s
+        room = max(self.gap_s - step_s, step_s)
         return max((size for size in self.sizes if self._expected(size) <= room), default=self.sizes[0])
 
     def _expected(self, size: int) -> float:

@@ -104,6 +104,9 @@ def test_random_pages_hold_finite_rows_that_differ() -> None:
     assert bool(torch.isfinite(rope).all())
     assert 0.1 < float(latent.abs().mean()) < 2
     assert len(torch.unique(latent[:, :8], dim=0)) == len(rows)
+    hidden = pages[:, page_format.hidden_offset :][:, : 4 * page_format.hidden_size].view(torch.float32)
+    assert hidden.shape == (3, 64)
+    assert bool(torch.isfinite(hidden).all())
 
 
 @pytest.mark.parametrize(
