@@ -260,7 +260,9 @@ class AttentionStep:
         torch.cuda.synchronize()
         self.trial = True
         with torch.cuda.stream(self._main):
+            accepted = self.accepted.clone()
             self._run(self._idle, batch)  # compiles what the capture may not, and changes no session
+            self.accepted.copy_(accepted)  # of sessions that decode already: the model took their places for idle
         self.trial = False
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -10,7 +10,7 @@ from compute.copyback import Copyback
 from compute.kernels import reference
 from compute.kernels.kernel_set import ReferenceKernels
 from compute.kernels.state import LENGTH, NO_RING, RING_FIRST, GroupCache, PageMap
-from compute.step import OVERLAPS, AttentionStep, Overlap, StepShape
+from compute.step import OVERLAPS, AttentionStep, Model, Overlap, StepShape
 from protocol.errors import InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat
 from protocol.model import GLM_5_3
@@ -319,6 +319,33 @@ def test_case_08_each_layer_reads_its_own_rows() -> None:
         step.replay()
         rounded = step.out.round()
         assert torch.equal(rounded, marks[:, None, None, None, None].expand_as(rounded))
+
+
+class KeepOne(Model):
+    """Keeps one row of each session that there is, as a greedy sampler does."""
+
+    def __init__(self) -> None:
+        self.step: AttentionStep | None = None
+
+    def end(self, batch: int) -> None:
+        assert self.step is not None
+        self.step.accepted[:batch] = (self.step.positions[:batch, 0] >= 0).long()
+
+
+@pytest.mark.gpu
+def test_recording_a_larger_batch_changes_no_session_that_decodes() -> None:
+    page_format, model = format_of(), KeepOne()
+    sessions = [Session(page_format, 100, 4), Session(page_format, 70, 4, seed=1)]
+    _fill(sessions[:1])
+    _fill(sessions[1:])
+    shape = StepShape(2, 1, 64, HEADS, INDEX_HEADS, SCALE, sessions[0].map.max_tokens)
+    model.step = step = AttentionStep(page_format, shape, DEVICE, cached=False, model=model)
+    for place, session in enumerate(sessions):
+        step.join(place, session.map, session.caches, session.tokens)
+        for _ in range(3):
+            step.replay()
+    assert step.lengths.tolist() == [105, 72]
+    assert step.positions.flatten().tolist() == [105, 72]
 
 
 @pytest.mark.gpu
