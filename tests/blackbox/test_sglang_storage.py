@@ -280,7 +280,7 @@ class TestOutages:
         assert rank.found(keys) == 3
         assert rank.get(keys, range(20, 23)) == [True] * 3
         asked = []
-        for name in ("find", "pin", "reserve"):
+        for name in ("find", "pin_each", "reserve_each"):
             original = getattr(BlockStore, name)
 
             def count(store: BlockStore, *given: Any, original: Any = original, **options: Any) -> Any:
@@ -295,7 +295,7 @@ class TestOutages:
             assert rank.found(keys) == 0
             assert rank.get(keys, range(20, 23)) == [False] * 3
             assert time.monotonic() - begin < WAIT_S  # and not for as long as it is stopped
-            assert asked == ["find", "reserve"]  # the pages before, of which there are none, and then no more
+            assert asked == ["find", "reserve_each"]  # the pages before, of which there are none, and then no more
         finally:
             daemon.process.send_signal(signal.SIGCONT)
 
