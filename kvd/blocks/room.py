@@ -66,7 +66,7 @@ class Room:
             keys, numbers = self._table.keys(run), self._table.live[run[0] : run[0] + run[1]].tolist()
             for number in set(numbers):
                 space = self._spaces[number]
-                gone = list(compress(keys, map(number.__eq__, numbers)))
+                gone = keys if numbers.count(number) == len(keys) else [*compress(keys, map(number.__eq__, numbers))]
                 for key in gone:
                     del space.stored[key]
                 space.kind.stored -= len(gone)
@@ -76,7 +76,8 @@ class Room:
     def clear(self, runs: Sequence[Run]) -> None:
         """Slots of blocks that are no more are free, and their frames; the last run's are taken first, in order."""
         for number, slots in self._by_extent(runs):
-            self.in_flight.difference_update(slots)
+            if self.in_flight:
+                self.in_flight.difference_update(slots)
             self._extents[number].difference_update(slots)
             if not self._extents[number]:
                 del self._extents[number]

@@ -136,9 +136,11 @@ class Blocks:
         runs = self.spaces.prefix_of(space, data)
         have = blocks_of(runs)
         chain = split_keys(data)
-        wanted = [key for key in dict.fromkeys(chain[have:]) if key not in space.stored and key not in space.writing]
-        behind = dict.fromkeys(map(space.stored.get, chain[have:]))
-        stored = runs + runs_of([slot for slot in behind if slot is not None])
+        rest = chain[have:]
+        keys = dict.fromkeys(rest)
+        behind = [slot for slot in map(space.stored.get, keys) if slot is not None]
+        wanted = [key for key in keys if key not in space.stored and key not in space.writing]
+        stored = runs + runs_of(behind)
         no_frame = NO_FRAME.to_bytes(8, "little")
         if not wanted:
             self.spaces.touch(space, stored)
@@ -152,16 +154,17 @@ class Blocks:
         hold = self._hold(space, {holder})
         hold.keys, hold.chain = dict(zip(wanted, slots, strict=True)), chain
         space.writing.update(hold.keys)
-        given = dict(zip(wanted, frames, strict=True))
-        found = array("Q", map(given.pop, chain[have:], repeat(NO_FRAME))).tobytes()
-        frame_bytes = array("Q", frames).tobytes()
+        frame_bytes = found = array("Q", frames).tobytes()
+        if len(wanted) < len(rest):
+            given = dict(zip(wanted, frames, strict=True))
+            found = array("Q", map(given.pop, rest, repeat(NO_FRAME))).tobytes()
         return BlocksReserved(request.seq, hold.number, no_frame * have + found, self._extents(frame_bytes, lease))
 
     def publish(self, lease: Lease, request: PublishBlocks) -> Done:
         """Blocks of a reservation are stored from now on."""
         hold, holder = self._held(lease, request.hold)
         keys = split_keys(_require_keys(request.keys)) if request.keys else tuple(hold.keys)
-        if len(set(keys)) != len(keys) or not hold.keys.keys() >= set(keys):
+        if request.keys and (len(set(keys)) != len(keys) or not hold.keys.keys() >= set(keys)):
             raise UnknownBlocks(f"hold {hold.number} has not reserved all of these {len(keys)} keys", hold=hold.number)
         space, table = hold.space, self.spaces.table
         slots = list(map(hold.keys.pop, keys))
@@ -175,11 +178,10 @@ class Blocks:
         space.kind.stored += len(slots)
         for counts in (space.counts, holder.counts):
             counts.published += len(slots)
-        if hold.keys:
-            self.spaces.touch(space, runs)
-        else:  # the whole chain is as warm as its end
-            chain = map(space.stored.get, hold.chain)
-            self.spaces.touch(space, runs_of([slot for slot in chain if slot is not None]))
+        if not hold.keys and keys != hold.chain:  # the whole chain is as warm as its end
+            runs = runs_of([slot for slot in map(space.stored.get, hold.chain) if slot is not None])
+        self.spaces.touch(space, runs)
+        if not hold.keys:
             self._forget(hold)
         self.spilling.look()
         return Done(request.seq)

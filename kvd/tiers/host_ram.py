@@ -135,7 +135,8 @@ class HostRam:
             if not extent.stride:
                 extent.assign(uid, stride, self._extent_bytes // stride)
             taken = extent.take(min(count - len(frames), extent.free_frames), holding)
-            frames += map((extent.number << 32).__or__, taken)
+            base = extent.number << 32
+            frames += [base | index for index in taken]
             self._file(extent)
         return frames
 
