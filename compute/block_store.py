@@ -246,9 +246,11 @@ class BlockStore:
         def reserved() -> Reservation:
             reply = answer()
             self._adopt(reply.extents)
-            frames = _frames(reply.frames)
-            given = [key for key, frame in zip(keys, frames, strict=True) if frame != NO_FRAME]
-            return Reservation(self, reply.hold, given, [frame for frame in frames if frame != NO_FRAME])
+            given, frames = list(keys), _frames(reply.frames)
+            if NO_FRAME in frames:
+                given = [key for key, frame in zip(keys, frames, strict=True) if frame != NO_FRAME]
+                frames = tuple(frame for frame in frames if frame != NO_FRAME)
+            return Reservation(self, reply.hold, given, frames)
 
         return reserved
 
