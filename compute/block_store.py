@@ -8,6 +8,7 @@ library of tensors is needed. What the store promises is in ``protocol/SPEC.md``
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -118,15 +119,23 @@ class BlockStore:
         The daemon is at a part while the one before is written. `Reservation.publish` without keys does not wait: a
         later turn of the loop, or its end, raises what it would have raised.
         """
-        unsettled: list[Reservation] = []
-        for reservation in self._in_turn(parts, self._begin_reserve):
-            reservation._waits = False
-            yield reservation
-            unsettled.append(reservation)
-            if len(unsettled) > 1:
-                unsettled.pop(0)._settle()
-        for reservation in unsettled:
-            reservation._settle()
+        unsettled: deque[Reservation] = deque()
+
+        def settle(but: int) -> None:
+            while len(unsettled) > but:
+                unsettled.popleft()._settle()
+
+        try:
+            for reservation in self._in_turn(parts, self._begin_reserve):
+                reservation._waits = False
+                yield reservation
+                unsettled.append(reservation)
+                settle(but=1)
+            settle(but=0)
+        except KvdError:
+            with suppress(KvdError):  # what was published before is stored all the same
+                settle(but=0)
+            raise
 
     def stats(self) -> BlockStats:
         """What the daemon counts of this space."""

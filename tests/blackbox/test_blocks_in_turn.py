@@ -103,6 +103,20 @@ def test_parts_go_in_turn_where_there_is_room_for_one_only(daemon: DaemonProcess
     assert in_use(daemon) == (0, 0)
 
 
+def test_what_was_published_before_a_refusal_is_stored(daemon: DaemonProcess, store: BlockStore) -> None:
+    chain = [*parts("a", 2, 20), *parts("b", 1, 8193)]
+    reservations: list[Reservation] = []
+
+    def write() -> None:
+        for reservation in store.reserve_each(chain):
+            reservations.append(reservation)
+            reservation.publish()
+
+    with pytest.raises(OutOfCapacity):
+        write()
+    assert [reservation.is_stored for reservation in reservations] == [True, True]
+
+
 def test_a_chain_ends_with_the_part_that_is_not_whole(daemon: DaemonProcess, store: BlockStore) -> None:
     chain = parts("a", 4, 20)
     put(store, [chain[0], chain[1][:5], chain[2]])
