@@ -235,9 +235,9 @@ class TestRoom:
         user = world.user()
         for name in range(4):  # together all that there is
             user.put(chain(name, 512))
-        hold, given = user.reserve(chain("new", 512))
+        hold, given = user.reserve(chain("new", 256))
         first = next(iter(given.values()))
-        assert list(given.values()) == list(range(first, first + 512))
+        assert list(given.values()) == list(range(first, first + 256))
         user.release(hold)
 
     def test_extents_for_a_smaller_tier_are_cleared_of_blocks(self, world: World) -> None:
