@@ -1,9 +1,9 @@
 """``kvd-bench engine-copies``: blocks of an engine on a GPU to a daemon's frames and back, as by the vLLM connector.
 
 An engine-shaped tensor, layer by layer; blocks from scattered places, as many at a time as the connector takes. What
-is *saved* or *loaded* is one call of its copying class; a *put* reserves before it and publishes after it, a *get* pins
-and releases. What a loop of matrix products loses beside copies that never pause is measured in turns with the same
-loop alone: recorded products of few rows, bound by reading their weights, as a decode step is.
+is *saved* or *loaded* is one call of its copying class; *put* and *got* are several in turn, with all that is asked of
+the daemon. What a loop of matrix products loses beside copies that never pause is measured in turns with the same loop
+alone: recorded products of few rows, bound by reading their weights, as a decode step is.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ GOAL_GB_S, SLOWED_GOAL = 48.0, 2.0
 EXTENT = 64 << 20
 BATCHES = 8
 """That the daemon has room for; older ones make place."""
+IN_TURN = 4
+"""Batches that are put or got one after the other."""
 ENGINE_BYTES = 2 << 30
 """Of an engine's cache."""
 PRODUCT = (12288, 6144)
@@ -100,32 +102,35 @@ def _measure(shape: Shape, rounds: int, floors: Floors) -> Iterator[Row]:
         copies = CudaCopies(regions, "cuda")
         keys = (hashlib.sha256(b"%d" % number).digest() for number in itertools.count())
 
-        def put() -> list[bytes]:
-            wanted = list(itertools.islice(keys, batch))
-            with store.reserve(wanted) as reservation:
+        def put() -> list[list[bytes]]:
+            wanted = [list(itertools.islice(keys, batch)) for _ in range(IN_TURN)]
+            for reservation in store.reserve_each(wanted):
                 copies.adopt(store.extents(), reservation.extents)
                 copies.save(ours, reservation.addresses, copies.mark())
                 reservation.publish()
             return wanted
 
-        def get(wanted: list[bytes]) -> None:
-            with store.pin(wanted) as pinned:
+        def get(wanted: list[list[bytes]]) -> None:
+            for pinned in store.pin_each(wanted):
+                assert pinned.is_whole, "what was put last is stored"
                 copies.load(others, pinned.addresses, copies.mark())
 
-        for _ in range(2 * BATCHES):  # first uses: memory is mapped and registered
+        for _ in range(2 * BATCHES // IN_TURN):  # first uses: memory is mapped and registered
             stored = put()
         store.wait_mapped()
         get(stored)
         if not torch.equal(layers[:, ours], layers[:, others]):
             raise KvdError(f"{shape.name}: other bytes came back")
 
-        def figure(what: str, act: Callable[[], object], floor: float, goal: float | None = None) -> Row:
+        def figure(
+            what: str, act: Callable[[], object], floor: float, goal: float | None = None, batches: int = 1
+        ) -> Row:
             seconds = statistics.median(timed(act) for _ in range(rounds))
-            return Row(f"{shape.name}: {what}", nbytes / seconds / 1e9, "GB/s", floor=floor / 1e9, goal=goal)
+            return Row(f"{shape.name}: {what}", batches * nbytes / seconds / 1e9, "GB/s", floor=floor / 1e9, goal=goal)
 
-        yield figure("put", put, floors.copy_to_host)
-        yield figure("got", partial(get, stored := put()), floors.copy_to_device)
-        with store.pin(stored) as pinned:
+        yield figure("put", put, floors.copy_to_host, batches=IN_TURN)
+        yield figure("got", partial(get, stored := put()), floors.copy_to_device, batches=IN_TURN)
+        with store.pin(stored[-1]) as pinned:
             frames, before = pinned.addresses, copies.mark()  # the engine's steps from here on are not waited for
 
             def save() -> None:

@@ -213,18 +213,16 @@ def _copy_out(source: memoryview, sink: memoryview, nbytes: int, total: int) -> 
 
 
 def _put(store: BlockStore, batches: list[list[bytes]], source: memoryview, nbytes: int) -> None:
-    for keys in batches:
-        with store.reserve(keys) as reservation:
-            for index, view in enumerate(reservation.views):
-                start = index * nbytes % SPAN_BYTES
-                view[:] = source[start : start + nbytes]
-            reservation.publish()
+    for reservation in store.reserve_each(batches):
+        for index, view in enumerate(reservation.views):
+            start = index * nbytes % SPAN_BYTES
+            view[:] = source[start : start + nbytes]
+        reservation.publish()
 
 
 def _get(store: BlockStore, batches: list[list[bytes]], sink: memoryview, nbytes: int) -> None:
-    for keys in batches:
-        with store.pin(keys) as pinned:
-            assert pinned.count == len(keys), "of what was put nothing may be missing, or it was no get"
-            for index, view in enumerate(pinned.views):
-                start = index * nbytes % SPAN_BYTES
-                sink[start : start + nbytes] = view
+    for pinned in store.pin_each(batches):
+        assert pinned.is_whole, "of what was put nothing may be missing, or it was no get"
+        for index, view in enumerate(pinned.views):
+            start = index * nbytes % SPAN_BYTES
+            sink[start : start + nbytes] = view

@@ -7,34 +7,34 @@ library of tensors is needed. What the store promises is in ``protocol/SPEC.md``
 
 from __future__ import annotations
 
-import ctypes
-import os
 import struct
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
+from compute.block_holds import Blocks
+from compute.block_holds import Pinned as Pinned
+from compute.block_holds import Reservation as Reservation
+from compute.block_memory import BlockMemory
+from compute.block_memory import MappedExtent as MappedExtent
 from compute.client import Client
-from compute.mapping import map_segment
-from compute.populate import populate
 from protocol import messages
 from protocol.block_messages import FRAME_BYTES, KEY_BYTES, MOST_KEYS, NO_FRAME, NO_LEASE
 from protocol.errors import (
     DaemonUnavailable,
     InvalidValue,
     KvdError,
-    OsFailure,
+    OutOfCapacity,
     StaleEpoch,
     UnknownBlocks,
     UnknownLease,
 )
 from protocol.handles import Extent, LeaseRef
-from protocol.layout import PAGE_ALIGNMENT, round_up
 from protocol.stats import BlockStats
 
 SLOW_DISK = 64 << 20
@@ -44,19 +44,7 @@ READ_BACK = 256 << 20
 """Bytes of blocks that `BlockStore.pin` waits for from disk, unless it is told otherwise."""
 
 _ReplyT = TypeVar("_ReplyT", bound=messages.Reply)
-
-
-@dataclass(frozen=True)
-class MappedExtent:
-    """``nbytes`` of the daemon's memory at ``address`` of this process: what a CUDA client registers, whole.
-
-    It stays mapped, and its address taken, for as long as anybody has this.
-    """
-
-    number: int
-    address: int
-    nbytes: int
-    mapping: object = field(repr=False, compare=False)
+_BlocksT = TypeVar("_BlocksT", bound=Blocks)
 
 
 class BlockStore:
@@ -73,14 +61,11 @@ class BlockStore:
     ) -> None:
         self.fingerprint = fingerprint
         self.block_bytes = block_bytes
-        self._extents: dict[int, _Mapping] = {}
-        self._stride = round_up(block_bytes, PAGE_ALIGNMENT)
         self._lost: DaemonUnavailable | None = None
         self._owed: list[LeaseRef] = []
-        self._populating: list[threading.Thread] = []
-        self._closing = threading.Event()
         self._timeout_s = timeout_s
         self._client = Client(run_dir, name=name, timeout_s=timeout_s)
+        self._memory = BlockMemory(block_bytes, self._client.claim)
         try:
             self._open(NO_LEASE)
         except BaseException:
@@ -111,16 +96,14 @@ class BlockStore:
         Of those that are on disk only, at most ``from_disk`` bytes are read back, and waited for; the rest of the chain
         counts as not stored.
         """
-        if not keys:
-            return Pinned(self, 0, ())
-        data = _few(keys)
-        reply = self._ask(
-            lambda seq: messages.PinBlocks(seq, self._client.lease, self._space, data, from_disk),
-            messages.BlocksPinned,
-            self._timeout_s + min(from_disk, len(keys) * self._stride) / SLOW_DISK,
-        )
-        self._adopt(reply.extents)
-        return Pinned(self, reply.hold, _frames(reply.frames))
+        return self._begin_pin(from_disk, keys)()
+
+    def pin_each(self, parts: Iterable[Sequence[bytes]], *, from_disk: int = READ_BACK) -> Iterator[Pinned]:
+        """`pin` for the parts of a chain in turn, each released before the next; for a ``for`` loop.
+
+        The daemon is at a part while the one before is copied. What follows a part that is not whole is left out.
+        """
+        return self._in_turn(parts, partial(self._begin_pin, from_disk))
 
     def reserve(self, keys: Sequence[bytes]) -> Reservation:
         """Frames to write those of ``keys`` to that are neither stored nor being written by anybody.
@@ -128,15 +111,31 @@ class BlockStore:
         Best given whole chains: what is stored of one counts as used, and its beginning does not go before its end.
         Raises `OutOfCapacity` if not all of them can be had, even when all goes that is not in use.
         """
-        if not keys:
-            return Reservation(self, 0, [], ())
-        data = _few(keys)
-        reply = self._ask(
-            lambda seq: messages.ReserveBlocks(seq, self._client.lease, self._space, data), messages.BlocksReserved
-        )
-        self._adopt(reply.extents)
-        given = [(key, frame) for key, frame in zip(keys, _frames(reply.frames), strict=True) if frame != NO_FRAME]
-        return Reservation(self, reply.hold, [key for key, _ in given], [frame for _, frame in given])
+        return self._begin_reserve(keys)()
+
+    def reserve_each(self, parts: Iterable[Sequence[bytes]]) -> Iterator[Reservation]:
+        """`reserve` for the parts of a chain in turn, each ended before the next; for a ``for`` loop.
+
+        The daemon is at a part while the one before is written. `Reservation.publish` without keys does not wait: a
+        later turn of the loop, or its end, raises what it would have raised.
+        """
+        unsettled: deque[Reservation] = deque()
+
+        def settle(but: int) -> None:
+            while len(unsettled) > but:
+                unsettled.popleft()._settle()
+
+        try:
+            for reservation in self._in_turn(parts, self._begin_reserve):
+                reservation._waits = False
+                yield reservation
+                unsettled.append(reservation)
+                settle(but=1)
+            settle(but=0)
+        except KvdError:
+            with suppress(KvdError):  # what was published before is stored all the same
+                settle(but=0)
+            raise
 
     def stats(self) -> BlockStats:
         """What the daemon counts of this space."""
@@ -145,13 +144,11 @@ class BlockStore:
 
     def extents(self) -> list[MappedExtent]:
         """What is mapped here of the daemon's memory. Grows; after `reconnect` an extent may be another one."""
-        return [self._mapped(number) for number in self._extents]
+        return self._memory.extents()
 
     def wait_mapped(self) -> None:
         """Return when every page of what is mapped is in this process's page tables, which is done beside it."""
-        for thread in self._populating:
-            thread.join()
-        self._populating.clear()
+        self._memory.wait_mapped()
 
     @property
     def is_lost(self) -> bool:
@@ -174,11 +171,9 @@ class BlockStore:
 
     def close(self) -> None:
         """End the lease: reservations are given up. No copy may be in flight."""
-        self._closing.set()
         self._lost = DaemonUnavailable("the store is closed", socket=str(self._client.run_dir))
         self._client.close()
-        self.wait_mapped()
-        self._extents.clear()
+        self._memory.close()
 
     def __enter__(self) -> Self:
         return self
@@ -197,15 +192,99 @@ class BlockStore:
             messages.BlocksOpened,
         ).space
 
-    def _ask(
+    def _in_turn(
+        self, parts: Iterable[Sequence[bytes]], begin: Callable[[Sequence[bytes]], Callable[[], _BlocksT]]
+    ) -> Iterator[_BlocksT]:
+        """What ``begin`` has asked for, part by part. The next part is asked for before one is the caller's."""
+
+        def have(keys: Sequence[bytes], answer: Callable[[], _BlocksT], is_first: bool) -> _BlocksT:
+            """Asked for again when the part before has ended: that may have been in the way, or lost with a lease."""
+            try:
+                found = answer()
+                if is_first or found.is_whole:
+                    return found
+                found._end()
+            except (OutOfCapacity, UnknownBlocks):
+                if is_first:
+                    raise
+            return begin(keys)()
+
+        left = iter(parts)
+        answers = [(keys, begin(keys)) for keys in islice(left, 1)]
+        is_first = True
+        try:
+            while answers:
+                found = have(*answers.pop(), is_first)
+                is_first = False
+                try:
+                    answers += [(keys, begin(keys)) for keys in islice(left, 1 if found.is_whole else 0)]
+                    yield found
+                finally:
+                    with suppress(DaemonUnavailable):  # whoever has to know of it is told by what comes next
+                        found._end()
+        finally:
+            for _, answer in answers:
+                with suppress(KvdError):  # nobody wants it any more
+                    answer()._end()
+
+    def _begin_pin(self, from_disk: int, keys: Sequence[bytes]) -> Callable[[], Pinned]:
+        if not keys:
+            return lambda: Pinned(self, 0, ())
+        data = _few(keys)
+        answer = self._begin(
+            lambda seq: messages.PinBlocks(seq, self._client.lease, self._space, data, from_disk),
+            messages.BlocksPinned,
+            self._timeout_s + min(from_disk, len(keys) * self._memory.stride) / SLOW_DISK,
+        )
+
+        def pinned() -> Pinned:
+            reply = answer()
+            self._adopt(reply.extents)
+            return Pinned(self, reply.hold, _frames(reply.frames), len(keys))
+
+        return pinned
+
+    def _begin_reserve(self, keys: Sequence[bytes]) -> Callable[[], Reservation]:
+        if not keys:
+            return lambda: Reservation(self, 0, [], ())
+        data = _few(keys)
+        answer = self._begin(
+            lambda seq: messages.ReserveBlocks(seq, self._client.lease, self._space, data), messages.BlocksReserved
+        )
+
+        def reserved() -> Reservation:
+            reply = answer()
+            self._adopt(reply.extents)
+            given, frames = list(keys), _frames(reply.frames)
+            if NO_FRAME in frames:
+                given = [key for key, frame in zip(keys, frames, strict=True) if frame != NO_FRAME]
+                frames = tuple(frame for frame in frames if frame != NO_FRAME)
+            return Reservation(self, reply.hold, given, frames)
+
+        return reserved
+
+    def _ask(self, build: Callable[[int], messages.Request], expected: type[_ReplyT]) -> _ReplyT:
+        return self._begin(build, expected)()
+
+    def _begin(
         self, build: Callable[[int], messages.Request], expected: type[_ReplyT], timeout_s: float | None = None
-    ) -> _ReplyT:
+    ) -> Callable[[], _ReplyT]:
+        """Ask, and return what waits for the reply."""
         if self._lost is not None:
             raise self._lost
-        try:
-            return self._client.ask(build, expected, timeout_s)
-        except (DaemonUnavailable, StaleEpoch, UnknownLease) as error:
-            self._lose(error)
+        lease, asked = self._client.lease, self._client.begin(build)
+
+        def answer() -> _ReplyT:
+            if self._lost is not None:
+                raise self._lost
+            if lease != self._client.lease:
+                raise UnknownBlocks("what was asked for ended when the store was connected again", hold=0)
+            try:
+                return self._client.wait(asked, expected, timeout_s)
+            except (DaemonUnavailable, StaleEpoch, UnknownLease) as error:
+                self._lose(error)
+
+        return answer
 
     def _lose(self, error: KvdError) -> NoReturn:
         self._lost = DaemonUnavailable(error.message, socket=str(self._client.run_dir))
@@ -217,168 +296,16 @@ class BlockStore:
             raise self._lost
         self._client.tell(lambda seq: messages.ReleaseBlocks(seq, self._client.lease, hold))
 
-    def _publish(self, hold: int, keys: bytes) -> None:
-        self._ask(lambda seq: messages.PublishBlocks(seq, self._client.lease, hold, keys), messages.Done)
-
     def _adopt(self, extents: Sequence[Extent]) -> None:
         """Map the extents that came with a hold. The daemon names each once: if one cannot be mapped, all is lost."""
         try:
-            new = [mapping for mapping in map(self._map, extents) if mapping is not None]
+            self._memory.adopt(extents)
         except KvdError as error:
             self._lose(error)
         except BaseException:
             reason = "the daemon's memory was not mapped"
             self._lost = DaemonUnavailable(reason, socket=str(self._client.run_dir))
             raise
-        if new:
-            # Beside the engine: faults one by one would halve the speed of the first copy to each page.
-            thread = threading.Thread(target=_populate, args=(new, self._closing), name="populate", daemon=True)
-            self._populating = [*filter(threading.Thread.is_alive, self._populating), thread]
-            thread.start()
-
-    def _map(self, extent: Extent) -> _Mapping | None:
-        """The mapping of an extent that is not mapped yet."""
-        fd = self._client.claim(extent.memory)
-        status = os.fstat(fd)
-        known = self._extents.get(extent.number)
-        if known is not None and known.identity == (status.st_dev, status.st_ino):
-            os.close(fd)  # after a reconnection: it is the same memory
-            return None
-        mapping = _Mapping(fd, extent.memory.nbytes, (status.st_dev, status.st_ino))
-        self._extents[extent.number] = mapping
-        return mapping
-
-    def _mapped(self, number: int) -> MappedExtent:
-        mapping = self._extents[number]
-        return MappedExtent(number, mapping.address, mapping.nbytes, mapping)
-
-    def _at(self, frame: int) -> tuple[_Mapping, int]:
-        return self._extents[frame >> 32], (frame & 0xFFFFFFFF) * self._stride
-
-
-class _Blocks:
-    """Some blocks of ``store`` under one hold, by their frames."""
-
-    def __init__(self, store: BlockStore, hold: int, frames: Sequence[int]) -> None:
-        self._store = store
-        self._hold = hold
-        self._frames = frames
-        self._lease = store._client.lease
-
-    @property
-    def addresses(self) -> list[int]:
-        """Where each block begins in this process."""
-        return [mapped.address + offset for mapped, offset in map(self._store._at, self._frames)]
-
-    @property
-    def extents(self) -> list[MappedExtent]:
-        """Those that the blocks are in."""
-        return [self._store._mapped(number) for number in {frame >> 32 for frame in self._frames}]
-
-    def _views(self) -> list[memoryview]:
-        nbytes = self._store.block_bytes
-        return [mapped.view[offset : offset + nbytes] for mapped, offset in map(self._store._at, self._frames)]
-
-    def _end(self) -> None:
-        hold, self._hold = self._hold, 0
-        if hold and self._is_held:  # otherwise it ended with its lease, and its number may be another hold's
-            self._store._end(hold)
-
-    @property
-    def _is_held(self) -> bool:
-        return self._lease == self._store._client.lease
-
-    def __enter__(self) -> Self:
-        return self
-
-
-class Pinned(_Blocks):
-    """The first ``count`` blocks of a chain, which stay as they are until `release`, or the end of the ``with`` block.
-
-    They do so whatever becomes of the daemon, until the store is connected again.
-    """
-
-    @property
-    def count(self) -> int:
-        return len(self._frames)
-
-    @property
-    def views(self) -> list[memoryview]:
-        """The bytes of each block, read-only."""
-        return [view.toreadonly() for view in self._views()]
-
-    def release(self) -> None:
-        """They may go. No copy from them may be in flight. Raises `DaemonUnavailable` where the store is lost."""
-        self._end()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.release()
-
-
-class Reservation(_Blocks):
-    """Frames for ``keys``, in their order, to be written and then published; nobody finds them before.
-
-    What is not published at the end of the ``with`` block is given up.
-    """
-
-    def __init__(self, store: BlockStore, hold: int, keys: list[bytes], frames: Sequence[int]) -> None:
-        super().__init__(store, hold, frames)
-        self.keys = keys
-        self._left = len(keys)
-
-    @property
-    def views(self) -> list[memoryview]:
-        """The bytes of each block, to be written; what is in them before is undefined."""
-        return self._views()
-
-    def publish(self, keys: Iterable[bytes] | None = None) -> None:
-        """All bytes of these blocks are written, or of all that are left: they are stored. No copy is in flight.
-
-        Raises `UnknownBlocks` for a key that was not reserved here or is published already, or if the store was
-        connected again since; `DaemonUnavailable`.
-        """
-        if not self._is_held:
-            raise UnknownBlocks("the reservation ended when the store was connected again", hold=self._hold)
-        if keys is None:
-            if self._left:
-                self._store._publish(self._hold, b"")
-            self._left = self._hold = 0
-            return
-        chosen = list(keys)
-        if not chosen:
-            return
-        self._store._publish(self._hold, b"".join(chosen))
-        self._left -= len(chosen)
-        if not self._left:
-            self._hold = 0
-
-    def abandon(self) -> None:
-        """Give up what is not published. No copy to it may be in flight. Raises as `Pinned.release` does."""
-        self._left = 0
-        self._end()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.abandon()
-
-
-class _Mapping:
-    """An extent in this process, for as long as anything refers to it. ``identity`` is the file's."""
-
-    def __init__(self, fd: int, nbytes: int, identity: tuple[int, int]) -> None:
-        self._memory = map_segment(fd, nbytes)
-        self.identity = identity
-        self.nbytes = nbytes
-        self.view = memoryview(self._memory)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-
-
-def _populate(mappings: Sequence[_Mapping], closing: threading.Event) -> None:
-    """Put the pages of all of these into this process's page tables."""
-    for mapping in mappings:
-        if closing.is_set():
-            return
-        with suppress(OsFailure):  # then its pages are faulted in when they are touched
-            populate(mapping.address, mapping.nbytes)
 
 
 def _frames(data: bytes) -> tuple[int, ...]:

@@ -29,6 +29,14 @@ HANDLE_SOCKET = "handles.sock"
 _ReplyT = TypeVar("_ReplyT", bound=messages.Reply)
 
 
+class Asked:
+    """A request that was sent, and its reply when it has come, which is dropped if nobody has this any more."""
+
+    def __init__(self, request: messages.Request) -> None:
+        self.request = request
+        self.reply: messages.Reply | None = None
+
+
 class Client:
     """A lease on the node's daemon. Not for use from several threads at once.
 
@@ -57,6 +65,7 @@ class Client:
         name = self._name
         self.report: ReportWriter | None = None
         self._seq = 0
+        self._awaited: weakref.WeakValueDictionary[int, Asked] = weakref.WeakValueDictionary()
         self._handles = self._connect_handles(self.run_dir / HANDLE_SOCKET)
         _lease_connections.add(self._handles)
         try:
@@ -68,6 +77,9 @@ class Client:
             raise
         self._control.setsockopt(zmq.LINGER, 0)
         self._control.connect(f"ipc://{self.run_dir / CONTROL_SOCKET}")
+        self._poller = zmq.Poller()
+        self._poller.register(self._control, zmq.POLLIN)
+        self._poller.register(self._handles.fileno(), zmq.POLLIN)  # nothing comes unasked but the end of the lease
         try:
             self.welcome = self.ask(
                 lambda seq: messages.Hello(seq, messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR, name),
@@ -228,30 +240,29 @@ class Client:
         self, build: Callable[[int], messages.Request], expected: type[_ReplyT], timeout_s: float | None = None
     ) -> _ReplyT:
         """The reply to the request that ``build`` makes of a sequence number."""
-        timeout_s = timeout_s or self._timeout_s
-        request = self.tell(build)
-        poller = zmq.Poller()
-        poller.register(self._control, zmq.POLLIN)
-        poller.register(self._handles.fileno(), zmq.POLLIN)  # nothing comes unasked but the end of the lease
-        while True:
-            ready = dict(poller.poll(int(timeout_s * 1000)))
-            if self._handles.fileno() in ready and self._control not in ready:
-                raise self._lease_lost(None)
-            if not ready:
-                raise DaemonUnavailable(
-                    f"no answer from {self.run_dir / CONTROL_SOCKET} within {timeout_s:g} s",
-                    socket=str(self.run_dir / CONTROL_SOCKET),
-                )
-            reply = codec.decode_reply(self._control.recv())
-            if isinstance(reply, messages.ErrorReply) and reply.seq in (0, self._seq):
-                if self._handles.fileno() in ready:  # it is of the next daemon, which ZeroMQ has connected to meanwhile
-                    raise self._lease_lost(None)
-                raise error_from(reply.code, reply.message, reply.facts)
-            if reply.seq == self._seq:
-                break
-        if not isinstance(reply, expected):
-            raise BadMessage(f"the daemon answered {type(request).__name__} with {type(reply).__name__}")
-        return reply
+        return self.wait(self.begin(build), expected, timeout_s)
+
+    def begin(self, build: Callable[[int], messages.Request]) -> Asked:
+        """Send a request whose reply is waited for later, by `wait`; others may be asked meanwhile."""
+        asked = Asked(self.tell(build))
+        self._awaited[asked.request.seq] = asked
+        return asked
+
+    def wait(self, asked: Asked, expected: type[_ReplyT], timeout_s: float | None = None) -> _ReplyT:
+        """The reply to a request, once. Raises `DaemonUnavailable` for one from before `reconnect`."""
+        if self._awaited.get(asked.request.seq) is not asked:
+            raise self._lease_lost(None)
+        try:
+            while asked.reply is None:
+                self._receive(timeout_s or self._timeout_s)
+        finally:
+            del self._awaited[asked.request.seq]
+        if isinstance(asked.reply, messages.ErrorReply):
+            raise error_from(asked.reply.code, asked.reply.message, asked.reply.facts)
+        if not isinstance(asked.reply, expected):
+            name, reply = type(asked.request).__name__, type(asked.reply).__name__
+            raise BadMessage(f"the daemon answered {name} with {reply}")
+        return asked.reply
 
     def tell(self, build: Callable[[int], messages.Request]) -> messages.Request:
         """Send the request that ``build`` makes of a sequence number, and return it; nobody waits for the reply."""
@@ -259,6 +270,24 @@ class Client:
         request = build(self._seq)
         self._control.send(codec.encode(request))
         return request
+
+    def _receive(self, timeout_s: float) -> None:
+        """Take a reply in, which is dropped if nobody waits for it."""
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._handles.fileno() in ready and self._control not in ready:
+            raise self._lease_lost(None)
+        if not ready:
+            path = self.run_dir / CONTROL_SOCKET
+            raise DaemonUnavailable(f"no answer from {path} within {timeout_s:g} s", socket=str(path))
+        reply = codec.decode_reply(self._control.recv())
+        asked = self._awaited.get(reply.seq)
+        if isinstance(reply, messages.ErrorReply) and (asked is not None or not reply.seq):
+            if self._handles.fileno() in ready:  # it is of the next daemon, which ZeroMQ has connected to meanwhile
+                raise self._lease_lost(None)
+            if asked is None:
+                raise error_from(reply.code, reply.message, reply.facts)
+        if asked is not None:
+            asked.reply = reply
 
     def _connect_handles(self, path: Path) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

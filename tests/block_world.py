@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -228,6 +229,11 @@ class World:
             assert space.pinned == sum(1 for slot in space.stored.values() if table.pins[slot])
         assert len(frames) == used
         assert used + len(table._free) == table.slots
+        by_extent: defaultdict[int, set[int]] = defaultdict(set)
+        for space in node.spaces:
+            for slot in [*space.stored.values(), *space.writing.values()]:
+                by_extent[table.frames[slot] >> 32].add(slot)
+        assert node.spaces.room._extents == by_extent
         purposes = node.ledger.purposes("host")
         committed = purposes["blocks"].committed if "blocks" in purposes else 0
         assert committed == node.spaces.room.nbytes()

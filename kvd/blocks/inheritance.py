@@ -14,9 +14,10 @@ from kvd.alloc.ledger import Account, Ledger
 from kvd.blocks.model import STORED, Holder, Space
 from kvd.blocks.spaces import Spaces
 from kvd.blocks.store import SMALLEST_BLOCK, Blocks
-from kvd.blocks.table import MOST_HOLDERS, MOST_SPACES, BlockTable, runs_of, table_name
+from kvd.blocks.table import MOST_HOLDERS, MOST_SPACES, BlockTable, table_name
 from kvd.leases import Lease
 from kvd.logs import Log
+from kvd.runs import runs_of
 from kvd.tiers.extent import frame_extent
 from kvd.tiers.host_ram import HostRam
 from kvd.tiers.segment import Segment, existing_names
@@ -104,7 +105,7 @@ class _Heir:
             kept += (taken := self._take_up_reserved(by_space[number], holders[index], slots))
             dropped += len(slots) - len(taken)
         self._clear_others(set(kept))
-        self._spaces.room.placed(kept)
+        self._spaces.room.placed(runs_of(kept))
         self._grant()
         self._restore_order(kept)
         return dropped
@@ -187,7 +188,7 @@ class _Heir:
     def _clear_others(self, kept: set[int]) -> None:
         table = self._table
         others = [slot for slot in range(table.slots - 1, -1, -1) if slot not in kept]
-        table.clear([slot for slot in others if table.words[slot]])
+        table.clear([(slot, 1) for slot in others if table.words[slot]])
         table.give(others)
 
     def _grant(self) -> None:

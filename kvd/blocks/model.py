@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 from kvd.alloc.ledger import Account
 from kvd.blocks.recency import Recency
 from kvd.blocks.spill_file import SpillFile
-from kvd.blocks.table import Run
 from kvd.leases import Lease
+from kvd.runs import Run
 from kvd.sessions.session import HOST_TIER
 
 PURPOSE = "blocks"
@@ -98,7 +98,7 @@ class Hold:
     owners: set[Holder]
     runs: list[Run] = field(default_factory=list)
     keys: dict[bytes, int] = field(default_factory=dict)
-    chain: list[bytes] = field(default_factory=list)
+    chain: Sequence[bytes] = ()
 
 
 @dataclass(eq=False)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from kvd.blocks.table import BlockTable, Run, runs_of
+from kvd.blocks.table import BlockTable
+from kvd.runs import Run, runs_of
 
 _Batch = tuple[int, list[Run]]
 _EVER = 1 << 63
@@ -44,28 +45,35 @@ class Recency:
             self._drop_oldest()
         return 0
 
-    def take(self, most: int, until: int = _EVER) -> list[int]:
-        """At most ``most`` slots of blocks that were used longest ago, coldest first, and not after tick ``until``.
+    def take(self, most: int, until: int = _EVER) -> list[Run]:
+        """At most ``most`` slots of blocks that were used longest ago, and not after tick ``until``: the coldest run
+        first, and in a run the coldest slot last.
 
         Those that are pinned are passed over: they are touched when they are released. The caller evicts the others.
         """
-        found: list[int] = []
-        pins, used = self._table.pins, self._table.used
-        while len(found) < most and 0 < (tick := self.coldest()) <= until:
+        found: list[Run] = []
+        while most > 0 and 0 < (tick := self.coldest()) <= until:
             batch = self._oldest()
             assert batch is not None
             runs = batch[1]
-            while runs and len(found) < most:
+            while runs and most > 0:
                 first, count = runs.pop()
-                wanted = min(count, most - len(found))
-                for slot in range(first + count - 1, first + count - 1 - wanted, -1):
-                    if used[slot] and not pins[slot]:  # a chain may name a block twice
-                        used[slot] = 0
-                        found.append(slot)
+                wanted = min(count, most)
+                free = self._free((first + count - wanted, wanted), tick)
+                self._table.touch(free, 0)
+                found += free
+                most -= sum(length for _, length in free)
                 if wanted < count:
                     runs.append((first, count - wanted))
             self._replace_oldest((tick, runs))
         return found
+
+    def _free(self, run: Run, tick: int) -> list[Run]:
+        """What of the run is not pinned, its end first. What was taken is not there: a chain may name a block twice."""
+        if self._table.is_used_at(run, tick) and not self._table.is_pinned(run):
+            return [run]
+        pins, used = self._table.pins, self._table.used
+        return runs_of([slot for slot in range(run[0], run[0] + run[1]) if used[slot] and not pins[slot]])[::-1]
 
     def from_coldest(self) -> Iterator[list[Run]]:
         """The blocks that were last used together, those that were used longest ago first. Nothing may change

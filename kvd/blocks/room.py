@@ -6,15 +6,17 @@ what is pinned or being written. They themselves never have a session moved.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from kvd.alloc.ledger import Account
-from kvd.blocks.model import PURPOSE, Kind, Space
+from kvd.blocks.model import PURPOSE, Kind, Space, blocks_of
 from kvd.blocks.table import BlockTable
+from kvd.runs import Run, runs_of
 from kvd.sessions.session import HOST_TIER
-from kvd.tiers.extent import frame_extent
 from kvd.tiers.host_ram import HostRam
 from protocol.errors import OutOfCapacity
 
@@ -48,41 +50,43 @@ class Room:
         """Bytes of all blocks in host RAM, or of one uid's."""
         return sum(kind.nbytes for kind in self._kinds(uid))
 
-    def placed(self, slots: Iterable[int]) -> None:
+    def placed(self, runs: Sequence[Run]) -> None:
         """Blocks have got frames."""
-        frames, extents = self._table.frames, self._extents
-        for slot in slots:
-            extents[frames[slot] >> 32].add(slot)
+        for number, slots in self._by_extent(runs):
+            self._extents[number].update(slots)
 
     def extents_of(self, uid: int) -> list[int]:
         """Extents with blocks of the uid."""
         spaces, frames_of = self._table.spaces, self._extents.items()
         return [number for number, slots in frames_of if self._spaces[spaces[next(iter(slots))]].uid == uid]
 
-    def evict(self, slots: Sequence[int]) -> None:
+    def evict(self, runs: Sequence[Run]) -> None:
         """Published blocks that nobody pins are stored no more."""
-        table, spaces = self._table, self._spaces
-        for slot in slots:
-            space = spaces[table.live[slot]]
-            del space.stored[table.key(slot)]
-            space.kind.stored -= 1
-            space.counts.evicted += 1
-        self.clear(slots)
+        for run in runs:
+            keys, numbers = self._table.keys(run), self._table.live[run[0] : run[0] + run[1]].tolist()
+            for number in set(numbers):
+                space = self._spaces[number]
+                gone = keys if numbers.count(number) == len(keys) else [*compress(keys, map(number.__eq__, numbers))]
+                for key in gone:
+                    del space.stored[key]
+                space.kind.stored -= len(gone)
+                space.counts.evicted += len(gone)
+        self.clear(runs)
 
-    def clear(self, slots: Sequence[int]) -> None:
-        """Slots of blocks that are no more are free, and their frames."""
-        if not slots:
-            return
-        frames = [self._table.frames[slot] for slot in slots]
-        for slot, frame in zip(slots, frames, strict=True):
-            number = frame_extent(frame)
-            self._extents[number].discard(slot)
+    def clear(self, runs: Sequence[Run]) -> None:
+        """Slots of blocks that are no more are free, and their frames; the last run's are taken first, in order."""
+        for number, slots in self._by_extent(runs):
+            if self.in_flight:
+                self.in_flight.difference_update(slots)
+            self._extents[number].difference_update(slots)
             if not self._extents[number]:
                 del self._extents[number]
-        self.in_flight.difference_update(slots)
-        self._table.clear(slots)
-        self._table.give(slots)
-        self._host.free_frames(frames)
+        frames = array("Q")
+        for first, count in runs:
+            frames += self._frames(first, count)[::-1]
+            self._table.give(range(first + count - 1, first - 1, -1))
+        self._table.clear(runs)
+        self._host.free_frames(frames.tolist())
 
     def allocate(self, kind: Kind, account: Account, count: int, payload: int) -> list[int]:
         """Frames for ``count`` blocks, for which those that were used longest ago go if need be.
@@ -125,14 +129,14 @@ class Room:
         """Have no blocks in ``count`` extents more that no living process has mapped, as far as there are."""
         if count > 0:
             for number in self._extents_to_clear(NOBODY, 0, count):  # nobody's uid could have only what is not mapped
-                self.evict(list(self._extents[number]))
+                self.evict(self._slots(number))
 
     def drop(self, extents: Iterable[int]) -> None:
         """Published blocks in these extents, whose bytes are lost, are stored no more, unless they are pinned."""
         table = self._table
         for number in extents:
-            slots = self._extents.get(number, set())
-            self.evict([slot for slot in slots if table.live[slot] and not table.pins[slot]])
+            slots = sorted(self._extents.get(number, ()))
+            self.evict(runs_of([slot for slot in slots if table.live[slot] and not table.pins[slot]]))
 
     def _keep_to_limits(self, kind: Kind, count: int) -> None:
         nbytes = count * kind.stride
@@ -167,9 +171,9 @@ class Room:
             if not colds:
                 return
             tick, kind = min(colds, key=lambda cold: cold[0])
-            slots = kind.recency.take(-(-most // size(kind)), tick)
-            self.evict(slots)
-            most -= len(slots) * size(kind)
+            runs = kind.recency.take(-(-most // size(kind)), tick)
+            self.evict(runs)
+            most -= blocks_of(runs) * size(kind)
 
     def _free(self, uid: int, stride: int, frames: int) -> bool:
         """Evict until ``uid`` can have so many frames more; nothing, and False, if that is not to be had."""
@@ -182,8 +186,26 @@ class Room:
         if own is not None:
             self.evict(own.recency.take(same))
         for number in extents:
-            self.evict(list(self._extents[number]))
+            self.evict(self._slots(number))
         return True
+
+    def _slots(self, extent: int) -> list[Run]:
+        """Those with frames in the extent."""
+        return runs_of(sorted(self._extents[extent]))
+
+    def _frames(self, first: int, count: int) -> array[int]:
+        return array("Q", self._table.frame_bytes([(first, count)]))
+
+    def _by_extent(self, runs: Sequence[Run]) -> Iterator[tuple[int, range]]:
+        """The slots of the runs by the extents of their frames, in as few parts as halving finds."""
+        left = list(runs)
+        while left:
+            first, count = left.pop()
+            numbers = array("I", self._table.frame_bytes([(first, count)]))[1::2]
+            if numbers == numbers[:1] * count:
+                yield numbers[0], range(first, first + count)
+            else:
+                left += [(first, count // 2), (first + count // 2, count - count // 2)]
 
     def _extents_to_clear(self, uid: int, stride: int, count: int) -> list[int]:
         """Extents of other kinds that ``uid`` could have without their blocks, those with the coldest first."""

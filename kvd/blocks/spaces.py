@@ -8,8 +8,9 @@ from kvd.alloc.ledger import Ledger
 from kvd.blocks.model import Counts, Holder, Kind, Space
 from kvd.blocks.recency import Recency
 from kvd.blocks.room import BlockLimits, Room
-from kvd.blocks.table import MOST_HOLDERS, MOST_SPACES, BlockTable, Run
+from kvd.blocks.table import MOST_HOLDERS, MOST_SPACES, BlockTable
 from kvd.leases import Lease
+from kvd.runs import Run
 from kvd.sessions.session import HOST_TIER
 from kvd.tiers.host_ram import HostRam
 from protocol.block_keys import KEY_BYTES

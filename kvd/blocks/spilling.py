@@ -20,8 +20,8 @@ from kvd.alloc.ledger import Ledger
 from kvd.blocks.model import STORED, Kind, Space, blocks_of
 from kvd.blocks.spaces import Spaces
 from kvd.blocks.spill_file import Place, SpillFile
-from kvd.blocks.table import Run, runs_of
 from kvd.logs import Log
+from kvd.runs import Run, runs_of
 from kvd.saved.jobs import Job, Jobs, Step
 from kvd.sessions.session import HOST_TIER
 from kvd.tiers.disk import StateDirectory
@@ -361,14 +361,15 @@ class BlockSpilling:
         table.give([slots[index] for index in sorted(bad, reverse=True)])
         chosen = [slots[index] for index in good]
         table.fill(chosen, [keys[index] for index in good], [frames[index] for index in good], space.number, 0)
-        self._spaces.room.placed(chosen)
-        table.publish(chosen, space.number, 0)
+        runs = runs_of(chosen)
+        self._spaces.room.placed(runs)
+        table.publish(runs, space.number, 0)
         space.stored.update((keys[index], slots[index]) for index in good)
         space.kind.stored += len(good)
         if file is not None:
             file.touch([keys[index] for index in good if keys[index] in file.where])
         space.counts.returned += len(good)
-        self._spaces.touch(space, runs_of(chosen))
+        self._spaces.touch(space, runs)
 
     def close(self) -> None:
         """Close the files; they stay."""

@@ -13,13 +13,15 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from kvd.alloc.sizes import require_size
 from kvd.blocks.model import STORED, Hold, Holder, Space, blocks_of
 from kvd.blocks.spaces import Spaces
 from kvd.blocks.spilling import BlockSpilling
-from kvd.blocks.table import Run, runs_of
+from kvd.blocks.table import split_keys
 from kvd.leases import Lease
+from kvd.runs import Run, runs_of
 from kvd.saved.jobs import Job
 from kvd.shared_memory import SharedMemoryGranter
 from kvd.tiers.host_ram import HostRam
@@ -133,10 +135,12 @@ class Blocks:
         data = _require_keys(request.keys)
         runs = self.spaces.prefix_of(space, data)
         have = blocks_of(runs)
-        chain = [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]
-        wanted = [key for key in dict.fromkeys(chain[have:]) if key not in space.stored and key not in space.writing]
-        behind = dict.fromkeys(map(space.stored.get, chain[have:]))
-        stored = runs + runs_of([slot for slot in behind if slot is not None])
+        chain = split_keys(data)
+        rest = chain[have:]
+        keys = dict.fromkeys(rest)
+        behind = [slot for slot in map(space.stored.get, keys) if slot is not None]
+        wanted = [key for key in keys if key not in space.stored and key not in space.writing]
+        stored = runs + runs_of(behind)
         no_frame = NO_FRAME.to_bytes(8, "little")
         if not wanted:
             self.spaces.touch(space, stored)
@@ -150,22 +154,23 @@ class Blocks:
         hold = self._hold(space, {holder})
         hold.keys, hold.chain = dict(zip(wanted, slots, strict=True)), chain
         space.writing.update(hold.keys)
-        given = dict(zip(wanted, frames, strict=True))
-        found = array("Q", [given.pop(key, NO_FRAME) for key in chain[have:]]).tobytes()
-        frame_bytes = array("Q", frames).tobytes()
+        frame_bytes = found = array("Q", frames).tobytes()
+        if len(wanted) < len(rest):
+            given = dict(zip(wanted, frames, strict=True))
+            found = array("Q", map(given.pop, rest, repeat(NO_FRAME))).tobytes()
         return BlocksReserved(request.seq, hold.number, no_frame * have + found, self._extents(frame_bytes, lease))
 
     def publish(self, lease: Lease, request: PublishBlocks) -> Done:
         """Blocks of a reservation are stored from now on."""
         hold, holder = self._held(lease, request.hold)
-        data = _require_keys(request.keys) if request.keys else b""
-        keys = [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)] or list(hold.keys)
-        if len(set(keys)) != len(keys) or not all(key in hold.keys for key in keys):
+        keys = split_keys(_require_keys(request.keys)) if request.keys else tuple(hold.keys)
+        if request.keys and (len(set(keys)) != len(keys) or not hold.keys.keys() >= set(keys)):
             raise UnknownBlocks(f"hold {hold.number} has not reserved all of these {len(keys)} keys", hold=hold.number)
         space, table = hold.space, self.spaces.table
-        slots = [hold.keys.pop(key) for key in keys]
-        self._host.move_frames([table.frames[slot] for slot in slots], STORED)
-        table.publish(slots, space.number, holder.index)
+        slots = list(map(hold.keys.pop, keys))
+        runs = runs_of(slots)
+        self._host.move_frames(array("Q", table.frame_bytes(runs)).tolist(), STORED)
+        table.publish(runs, space.number, holder.index)
         for key in keys:
             del space.writing[key]
         space.stored.update(zip(keys, slots, strict=True))
@@ -173,11 +178,10 @@ class Blocks:
         space.kind.stored += len(slots)
         for counts in (space.counts, holder.counts):
             counts.published += len(slots)
-        if hold.keys:
-            self.spaces.touch(space, runs_of(slots))
-        else:  # the whole chain is as warm as its end
-            chain = map(space.stored.get, hold.chain)
-            self.spaces.touch(space, runs_of([slot for slot in chain if slot is not None]))
+        if not hold.keys and keys != hold.chain:  # the whole chain is as warm as its end
+            runs = runs_of([slot for slot in map(space.stored.get, hold.chain) if slot is not None])
+        self.spaces.touch(space, runs)
+        if not hold.keys:
             self._forget(hold)
         self.spilling.look()
         return Done(request.seq)
@@ -211,7 +215,7 @@ class Blocks:
         for holder in list(self.spaces.holders.values()):
             self._drop(holder)
         for space in self.spaces:
-            self.spaces.room.evict(list(space.stored.values()))
+            self.spaces.room.evict(runs_of(sorted(space.stored.values())))
         self.spaces.close()
 
     # Steps
@@ -243,7 +247,7 @@ class Blocks:
             holder.counts.refused += 1
             raise error
         table.fill(slots, keys, frames, space.number, holder.index)
-        self.spaces.room.placed(slots)
+        self.spaces.room.placed(runs_of(slots))
         kind.reserved += len(slots)
         return slots, frames
 
@@ -259,7 +263,7 @@ class Blocks:
         if hold.keys:
             for key in hold.keys:
                 del space.writing[key]
-            self.spaces.room.clear(list(hold.keys.values()))
+            self.spaces.room.clear(runs_of(list(hold.keys.values())))
             space.kind.reserved -= len(hold.keys)
             for counts in (space.counts, *(owner.counts for owner in hold.owners)):
                 counts.abandoned += len(hold.keys)

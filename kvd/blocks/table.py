@@ -8,13 +8,14 @@ Only the daemon maps it. A daemon that is killed leaves it, and the next one bel
     arrays      one after the other, an element for each slot: keys (32 bytes), frames (u64), words (u64), used (u64),
                 pins (u32), spaces (u16), live (u16)
 
-A slot's **word** is what makes it count: 0 for none, otherwise a hash of key, frame and space, combined with a constant
-that says whether the block is published, or reserved and by which holder. It is one aligned store, the last when a
-slot is filled and the first when it is cleared, so a slot is as before or as after whenever the daemon is killed.
+A slot's **word** is what makes it count: 0 for none, otherwise a hash of its key, seeded with frame and space, combined
+with a constant that says whether the block is published, or reserved and by which holder. It is the last that is stored
+when a slot is filled and the first when it is cleared, so a slot is as before or as after whenever the daemon is
+killed.
 
-The arrays are the store's own memory too. A **run** is a first slot and a number of slots; chains of keys mostly lie in
-few runs, and what is done for a run is one comparison or one copy. The arrays are as large as the most blocks there may
-be, but only the parts that are in use have memory.
+The arrays are the store's own memory too. Chains of keys mostly lie in few runs, and what is done for a run is one
+comparison or one copy. The arrays are as large as the most blocks there may be, but only the parts that are in use have
+memory.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import xxhash
 
 from kvd.alloc.ledger import Account, Ledger
 from kvd.hostcheck import SmallSizes
+from kvd.runs import Run, runs_of
 from kvd.sessions.session import HOST_TIER
 from kvd.tiers.mapping import allocation_failure
 from kvd.tiers.segment import Segment
@@ -49,7 +51,7 @@ RESERVED = 0x5BF03635C4E1D287
 """What the hash of a slot is combined with: far apart, so that no few damaged bits make one of the other."""
 
 _MAGIC = b"KVDBLOCK"
-_VERSION = 1
+_VERSION = 2
 _START = struct.Struct("<8sI4xQQ")
 _SPACE = struct.Struct("<QQQ32s8x")
 _HOLDER = struct.Struct("<QQQQQQ16x")
@@ -59,7 +61,6 @@ _ARRAYS = _HOLDERS + 64 * MOST_HOLDERS
 _WIDTHS = {"keys": KEY_BYTES, "frames": 8, "words": 8, "used": 8, "pins": 4, "spaces": 2, "live": 2}
 SLOT_BYTES = sum(_WIDTHS.values())
 
-Run = tuple[int, int]
 _SIZES = SmallSizes()
 
 
@@ -158,9 +159,8 @@ class BlockTable:
 
     def fill(self, slots: Sequence[int], keys: Sequence[bytes], frames: Sequence[int], space: int, holder: int) -> None:
         """Reserve the slots for ``holder``."""
-        suffixes = struct.Struct("<QH")
-        digest, pack, state = xxhash.xxh3_64_intdigest, suffixes.pack, RESERVED ^ holder
-        words = [digest(key + pack(frame, space)) ^ state for key, frame in zip(keys, frames, strict=True)]
+        digests = map(xxhash.xxh3_64_intdigest, keys, [frame + (space << 48) for frame in frames])
+        words = _combined(array("Q", digests).tobytes(), RESERVED ^ holder)
         at = 0
         for first, count in runs_of(slots):
             part = slice(at, at + count)
@@ -168,26 +168,29 @@ class BlockTable:
             self._copy("frames", first, array("Q", frames[part]).tobytes())
             self._copy("spaces", first, space.to_bytes(2, "little") * count)
             self._copy("pins", first, holder.to_bytes(4, "little") * count)
-            self._copy("words", first, array("Q", words[part]).tobytes())
+            self._copy("words", first, words[8 * at : 8 * (at + count)])
             at += count
 
-    def publish(self, slots: Sequence[int], space: int, holder: int) -> None:
+    def publish(self, runs: Sequence[Run], space: int, holder: int) -> None:
         """What the holder has reserved is published, and pinned by nobody."""
-        words, pins, live, change = self.words, self.pins, self.live, RESERVED ^ holder ^ PUBLISHED
-        for slot in slots:
-            words[slot] ^= change
-            pins[slot] = 0
-            live[slot] = space
+        change = RESERVED ^ holder ^ PUBLISHED
+        for first, count in runs:
+            self._copy("words", first, _combined(self._bytes("words", first, count), change))
+            self._copy("pins", first, bytes(4 * count))
+            self._copy("live", first, space.to_bytes(2, "little") * count)
 
-    def clear(self, slots: Sequence[int]) -> None:
+    def clear(self, runs: Sequence[Run]) -> None:
         """Nothing is in these slots any more; they are not free yet."""
-        words, pins, live, used = self.words, self.pins, self.live, self.used
-        for slot in slots:
-            words[slot] = live[slot] = used[slot] = pins[slot] = 0
+        for first, count in runs:
+            for name in ("words", "live", "used", "pins"):
+                self._copy(name, first, bytes(_WIDTHS[name] * count))
 
     def key(self, slot: int) -> bytes:
-        at = _AT["keys"] + KEY_BYTES * slot
-        return self._memory[at : at + KEY_BYTES]
+        return self._bytes("keys", slot, 1)
+
+    def keys(self, run: Run) -> tuple[bytes, ...]:
+        """Those of all slots of the run."""
+        return split_keys(self._bytes("keys", *run))
 
     # Runs
 
@@ -223,13 +226,15 @@ class BlockTable:
 
     def is_used_at(self, run: Run, tick: int) -> bool:
         """Whether all of the run was last used at ``tick``."""
-        at = _AT["used"] + 8 * run[0]
-        return self._memory[at : at + 8 * run[1]] == tick.to_bytes(8, "little") * run[1]
+        return self._bytes("used", *run) == tick.to_bytes(8, "little") * run[1]
+
+    def is_pinned(self, run: Run) -> bool:
+        """Whether any of the run is pinned."""
+        return self._bytes("pins", *run) != bytes(4 * run[1])
 
     def frame_bytes(self, runs: Sequence[Run]) -> bytes:
         """The frames of the runs, as messages have them."""
-        start = _AT["frames"]
-        return b"".join(self._memory[start + 8 * first : start + 8 * (first + count)] for first, count in runs)
+        return b"".join(self._bytes("frames", first, count) for first, count in runs)
 
     def add_pins(self, runs: Sequence[Run], change: int) -> int:
         """Pin once more, or once less; returns how many blocks have become pinned, or are not any more."""
@@ -278,8 +283,8 @@ class BlockTable:
         word = self.words[slot]
         if not word:
             return None
-        place = struct.pack("<QH", self.frames[slot], self.spaces[slot])
-        state = word ^ xxhash.xxh3_64_intdigest(self.key(slot) + place)
+        seed = self.frames[slot] + (self.spaces[slot] << 48) & _ALL
+        state = word ^ xxhash.xxh3_64_intdigest(self.key(slot), seed)
         if state == PUBLISHED:
             return -1
         holder = state ^ RESERVED
@@ -330,6 +335,10 @@ class BlockTable:
     def _array(self, name: str, kind: Literal["Q", "I", "H"]) -> memoryview:
         return self._whole[_AT[name] : _AT[name] + _WIDTHS[name] * MOST_BLOCKS].cast(kind)
 
+    def _bytes(self, name: str, first: int, count: int) -> bytes:
+        at = _AT[name] + _WIDTHS[name] * first
+        return self._memory[at : at + _WIDTHS[name] * count]
+
     def _copy(self, name: str, first: int, data: bytes) -> None:
         at = _AT[name] + _WIDTHS[name] * first
         self._memory[at : at + len(data)] = data
@@ -346,21 +355,16 @@ class BlockTable:
         return form.unpack(data)[1:]
 
 
-def runs_of(slots: Sequence[int]) -> list[Run]:
-    """``slots``, in their order, as runs."""
-    runs: list[Run] = []
-    at, count = 0, len(slots)
-    while at < count:
-        first, end = slots[at], at + 1
-        # Most often it is one run, and comparing its ends tells: slots are never given twice.
-        if slots[-1] - first == count - 1 - at and list(slots[at:]) == list(range(first, first + count - at)):
-            runs.append((first, count - at))
-            break
-        while end < count and slots[end] == first + end - at:
-            end += 1
-        runs.append((first, end - at))
-        at = end
-    return runs
+def split_keys(data: bytes) -> tuple[bytes, ...]:
+    """Keys that lie one behind the other."""
+    form = struct.Struct(f"{KEY_BYTES}s" * (len(data) // KEY_BYTES))  # not of the module's cache: it may be large
+    return form.unpack(data)
+
+
+def _combined(words: bytes, change: int) -> bytes:
+    """Every word, exclusive or ``change``."""
+    changes = change.to_bytes(8, "little") * (len(words) // 8)
+    return (int.from_bytes(words, "little") ^ int.from_bytes(changes, "little")).to_bytes(len(words), "little")
 
 
 def _checksum(at: int, data: bytes) -> bytes:

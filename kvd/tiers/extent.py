@@ -135,13 +135,16 @@ class Extent:
 
     def hold(self, indices: Iterable[int], holding: Holding) -> None:
         """Frames in use change hands."""
+        holdings = self._holdings
         for index in indices:
-            self._holdings[index] = holding
+            holdings[index] = holding
 
-    def give_back(self, index: int) -> None:
-        """A frame in use is free again."""
-        self._holdings[index] = None
-        self._free.append(index)
+    def give_back(self, indices: Iterable[int]) -> None:
+        """Frames in use are free again; the last of them is taken first."""
+        holdings = self._holdings
+        for index in indices:
+            holdings[index] = None
+        self._free += indices
 
     def holding(self, index: int) -> Holding | None:
         """Who holds the frame: None for one that is free or not there."""

@@ -135,7 +135,8 @@ class HostRam:
             if not extent.stride:
                 extent.assign(uid, stride, self._extent_bytes // stride)
             taken = extent.take(min(count - len(frames), extent.free_frames), holding)
-            frames += [extent.number << 32 | index for index in taken]
+            base = extent.number << 32
+            frames += [base | index for index in taken]
             self._file(extent)
         return frames
 
@@ -176,8 +177,7 @@ class HostRam:
             before = count * holding.payload
             self._ledger.transfer(holding.account, self._unassigned, 0, count * extent.stride, requested_before=before)
         for (extent, _), indices in by_extent.items():
-            for index in indices:
-                extent.give_back(index)
+            extent.give_back(indices)
             self._file(extent)
 
     def move_frames(self, frames: Iterable[int], account: Account) -> None:

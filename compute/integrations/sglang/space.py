@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
-from compute.block_store import BlockStore
+from compute.block_store import BlockStore, Reservation
 from compute.integrations.sglang.connection import Availability, Connection
 from compute.integrations.sglang.pages import Pages
 from compute.integrations.sglang.settings import Settings
@@ -63,13 +64,10 @@ class PageSpace:
             nonlocal count
             places = self._pages.addresses(indices, len(hashes))
             keys = self._keys(hashes)
-            while count < len(keys):
-                with store.pin(keys[count : count + self._batch], from_disk=BATCH_BYTES) as pinned:
-                    if not pinned.count:
-                        return
-                    for place, address in zip(places[count : count + pinned.count], pinned.addresses, strict=True):
-                        self._pages.load(place, address)
-                    count += pinned.count  # even if the daemon is gone: what is pinned outlives it
+            for pinned in store.pin_each(self._parts(keys[count:]), from_disk=BATCH_BYTES):
+                for place, address in zip(places[count : count + pinned.count], pinned.addresses, strict=True):
+                    self._pages.load(place, address)
+                count += pinned.count  # even if the daemon is gone: what is pinned outlives it
 
         self._loading.call(load)
         self.loaded.count(count, time.monotonic() - begin)
@@ -77,25 +75,26 @@ class PageSpace:
 
     def store(self, hashes: Sequence[str], indices: Any, before: Sequence[str] = ()) -> list[bool]:
         """Copy pages from where ``indices`` say; which of them are stored. ``before`` counts as used."""
-        count, written, begin = 0, 0, time.monotonic()
+        done: list[tuple[Reservation, int]] = []
+        begin = time.monotonic()
 
         def write(store: BlockStore) -> None:
-            nonlocal count, written
             places = self._pages.addresses(indices, len(hashes))
             keys = self._keys(hashes)
+            place_of = dict(zip(keys, places, strict=True))
             store.find(self._keys(before))
-            while count < len(keys):
-                part = keys[count : count + self._batch]
-                place_of = dict(zip(part, places[count : count + self._batch], strict=True))
-                with store.reserve(part) as reservation:
-                    for key, address in zip(reservation.keys, reservation.addresses, strict=True):
-                        self._pages.store(place_of[key], address)
-                    reservation.publish()
-                    count += len(part)
-                    written += len(reservation.keys)
+            done.clear()  # if it is the second time: what is stored already is not written again
+            parts = self._parts(keys)
+            for reservation, part in zip(store.reserve_each(parts), parts, strict=True):
+                for key, address in zip(reservation.keys, reservation.addresses, strict=True):
+                    self._pages.store(place_of[key], address)
+                reservation.publish()
+                done.append((reservation, len(part)))
 
         self._storing.call(write)
-        self.stored.count(written, time.monotonic() - begin)
+        stored = list(takewhile(lambda part: part[0].is_stored, done))
+        count = sum(pages for _, pages in stored)
+        self.stored.count(sum(len(reservation.keys) for reservation, _ in stored), time.monotonic() - begin)
         return [True] * count + [False] * (len(hashes) - count)
 
     def set_apart(self, salt: bytes) -> None:
@@ -105,6 +104,9 @@ class PageSpace:
     def close(self) -> None:
         for connection in (self._finding, self._loading, self._storing):
             connection.close()
+
+    def _parts(self, keys: list[bytes]) -> list[list[bytes]]:
+        return [keys[first : first + self._batch] for first in range(0, len(keys), self._batch)]
 
     def _keys(self, hashes: Sequence[str]) -> list[bytes]:
         keys = [bytes.fromhex(each) for each in hashes]

@@ -5,21 +5,21 @@ Loads go before saves. Whatever goes wrong ends as blocks that are not loaded, w
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from compute.block_store import BlockStore, MappedExtent, Pinned
+from compute.block_store import BlockStore, MappedExtent, Reservation
 from compute.integrations.outage import Outage
 from compute.integrations.vllm.copies import Copies
 from compute.integrations.vllm.plan import Load, Save
 from compute.integrations.vllm.settings import Settings
 from protocol.block_messages import MOST_KEYS
-from protocol.errors import DaemonUnavailable, KvdError
+from protocol.errors import KvdError
 
 BATCH_BYTES = 64 << 20
 """Bytes under one reservation or pin: a load that comes meanwhile waits for no more, nor for more from disk."""
@@ -27,6 +27,7 @@ SILENCE_S = 10.0
 """How long nothing more is logged of what hinders loads and saves."""
 
 _log = logging.getLogger("vllm.kvd")
+_ItemT = TypeVar("_ItemT")
 
 
 @dataclass
@@ -218,52 +219,44 @@ class Transfers:
         """How many of the first blocks are loaded, and why not more."""
         latest = queued.since + self._settings.load_timeout_s
         good = 0
+        if time.monotonic() > latest:
+            return good, "late"
         try:
-            while good < len(load.keys):
-                if time.monotonic() > latest:
-                    return good, "late"
-                keys = load.keys[good : good + self._batch]
-                pinned = store.pin(keys)
-                self._copy_pinned(store, pinned, load.blocks[good : good + pinned.count], queued.after)
+            for pinned in store.pin_each(self._parts(load.keys)):
+                if pinned.count:
+                    self._copies.adopt(store.extents(), pinned.extents)
+                    self._copies.load(load.blocks[good : good + pinned.count], pinned.addresses, queued.after)
                 good += pinned.count
-                if pinned.count < len(keys):
-                    return good, "not stored any more"
+                if good < len(load.keys) and time.monotonic() > latest:
+                    return good, "late"
         except KvdError as error:
             return good, error.message
-        return good, ""
-
-    def _copy_pinned(self, store: BlockStore, pinned: Pinned, blocks: list[int], after: object) -> None:
-        try:
-            if blocks:
-                self._copies.adopt(store.extents(), pinned.extents)
-                self._copies.load(blocks, pinned.addresses, after)
-        finally:
-            # What was copied is right even if the daemon has gone: a pin outlives it.
-            with contextlib.suppress(DaemonUnavailable):
-                pinned.release()
+        return good, "not stored any more"
 
     def _do_save(self, queued: _Queued, save: Save) -> None:
-        stored, offered = 0, 0
+        reservations: list[Reservation] = []
+        parts, block_of = self._parts(save.keys), dict(zip(save.keys, save.blocks, strict=True))
         store = self._connected()
         if store is not None:
             try:
-                while offered < len(save.blocks):
-                    keys = save.keys[offered : offered + self._batch]
-                    block_of = dict(zip(keys, save.blocks[offered : offered + self._batch], strict=True))
-                    with store.reserve(keys) as reservation:
-                        if reservation.keys:
-                            self._copies.adopt(store.extents(), reservation.extents)
-                            blocks = [block_of[key] for key in reservation.keys]
-                            self._copies.save(blocks, reservation.addresses, queued.after)
-                            reservation.publish()
-                    stored += len(reservation.keys)
-                    offered += len(keys)
+                for reservation in store.reserve_each(parts):
+                    if reservation.keys:
+                        self._copies.adopt(store.extents(), reservation.extents)
+                        chosen = [block_of[key] for key in reservation.keys]
+                        self._copies.save(chosen, reservation.addresses, queued.after)
+                        reservation.publish()
+                    reservations.append(reservation)
                     self._let_loads_pass()
             except KvdError as error:
-                self._say(f"not saved: {len(save.blocks) - offered} blocks, {error.message}")
+                self._say(f"not saved: some of {len(save.blocks)} blocks, {error.message}")
             self._look(store)
+        done = [(each, keys) for each, keys in zip(reservations, parts, strict=False) if each.is_stored]
+        offered = sum(len(keys) for _, keys in done)
         with self._changed:
-            self._ended_save(queued, stored, len(save.blocks) - offered)
+            self._ended_save(queued, sum(len(each.keys) for each, _ in done), len(save.blocks) - offered)
+
+    def _parts(self, items: Sequence[_ItemT]) -> list[Sequence[_ItemT]]:
+        return [items[first : first + self._batch] for first in range(0, len(items), self._batch)]
 
     def _let_loads_pass(self) -> None:
         """Between two batches of a save, loads that have come meanwhile."""
