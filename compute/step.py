@@ -16,8 +16,9 @@ before the next selection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -122,6 +123,18 @@ class Model:
 
     def end(self, batch: int) -> None:
         """All layers are done; ``accepted`` for the next step may be written."""
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the cyclic garbage collector: an old graph that it ends makes a capture that is under way invalid."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class AttentionStep:
@@ -266,8 +279,8 @@ class AttentionStep:
         self.trial = False
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._main, capture_error_mode="thread_local"):  # others may go on
-            self._run(self._records, batch)
+        with _no_collection(), torch.cuda.graph(graph, stream=self._main, capture_error_mode="thread_local"):
+            self._run(self._records, batch)  # other threads may go on
         return graph
 
     def _run(self, records: Tensor, batch: int) -> None:

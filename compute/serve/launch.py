@@ -20,6 +20,7 @@ from compute.serve.http import Service, application
 from compute.serve.jobs import SchedulerSettings
 from compute.serve.scheduler import Scheduler
 from compute.serve.text import CheckpointText, NumberText, Text, text_of
+from compute.serve.warm_up import warm_up
 from compute.worker import Worker
 from protocol.errors import EXIT_INTERNAL, InvalidValue, KvdError, OsFailure
 from protocol.layout import encoding_named
@@ -58,7 +59,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         ) as worker,
     ):
         scheduler = Scheduler(worker, settings)
-        scheduler.places.record()
+        warm_up(worker, scheduler)
         name = arguments.model_name or Path(arguments.model).name
         service = Service(scheduler, text, name, settings.context, worker.fingerprint.hex()[:16], key)
         server = uvicorn.Server(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -212,7 +213,7 @@ class Sessions:
 
     def _begun(self, request: Request) -> OpenSession:
         """A new history, which begins with the pages of one that begins as the prompt does, where there is one."""
-        name = request.session or f"request-{secrets.token_hex(8)}"
+        name = request.session or _own_name("request")
         needed = len(request.prompt) + (request.max_tokens or self.settings.default_output)
         capacity = self.settings.context
         if request.session is None:
@@ -227,6 +228,15 @@ class Sessions:
             return self._worker.fork_prefix(settings, tokens, least_tokens=least)
         except (UnknownSession, StaleGeneration, SessionBusy):
             return None  # another worker has changed it since it was found
+
+    @contextmanager
+    def scratch(self, tokens: int) -> Iterator[History]:
+        """An empty history with room for so many tokens, of no request. Raises `OutOfCapacity`."""
+        history = self._worker.history(self._history_settings(_own_name("scratch"), tokens))
+        try:
+            yield history
+        finally:
+            self._worker.end(history)
 
     def _history_settings(self, name: str, capacity: int) -> HistorySettings:
         rows = round_up(capacity + self.settings.slack, PAGE_TOKENS)
@@ -286,3 +296,8 @@ def _undo(opened: OpenSession, tokens: int, rows: int) -> None:
     else:  # nothing was appended, so what is committed is as it was
         history.session.state.truncate_tokens(tokens)
         history.trim()
+
+
+def _own_name(kind: str) -> str:
+    """A session's name that no client can guess."""
+    return f"{kind}-{secrets.token_hex(8)}"

@@ -16,6 +16,7 @@ from compute.histories import HistorySettings
 from compute.history import History
 from compute.serve.requests import Request
 from compute.serve.scheduler import Scheduler
+from compute.serve.warm_up import read_pieces
 from compute.worker import Worker
 from protocol.errors import InvalidValue, SessionBusy
 from protocol.layout import PAGE_TOKENS
@@ -42,6 +43,14 @@ def scheduler(worker: Worker) -> Iterator[Scheduler]:
     scheduler.run()
     for session in worker.stat().sessions:  # what a test has named
         scheduler.sessions.end(session.name)
+    assert held(worker) == before
+
+
+def test_pieces_of_every_length_are_measured_before_requests_come(worker: Worker, scheduler: Scheduler) -> None:
+    before = held(worker)
+    read_pieces(worker, scheduler)
+    assert sorted(scheduler.chunks.seconds) == scheduler.chunks.sizes
+    assert min(scheduler.chunks.seconds.values()) > 0
     assert held(worker) == before
 
 

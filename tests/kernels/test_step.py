@@ -346,6 +346,7 @@ def test_recording_a_larger_batch_changes_no_session_that_decodes() -> None:
             step.replay()
     assert step.lengths.tolist() == [105, 72]
     assert step.positions.flatten().tolist() == [105, 72]
+    step.close()
 
 
 @pytest.mark.gpu
