@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from compute.serve.gaps import Stopwatch
 from compute.serve.scheduler import Scheduler
 from compute.worker import Worker
