@@ -11,7 +11,7 @@ Only the daemon maps it. A daemon that is killed leaves it, and the next one bel
 A slot's **word** is what makes it count: 0 for none, otherwise a hash of its key, seeded with frame and space, combined
 with a constant that says whether the block is published, or reserved and by which holder. It is the last that is stored
 when a slot is filled and the first when it is cleared, so a slot is as before or as after whenever the daemon is
-killed.
+killed; a word that was half written then says nothing, and its slot is dropped.
 
 The arrays are the store's own memory too. Chains of keys mostly lie in few runs, and what is done for a run is one
 comparison or one copy. The arrays are as large as the most blocks there may be, but only the parts that are in use have
