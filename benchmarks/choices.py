@@ -22,10 +22,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from benchmarks.choices_world import Group, Sizes, World, opened
-from benchmarks.model_arguments import model_of
+from benchmarks.model_arguments import add_model_arguments, model_of
 from benchmarks.report import Report, Row, cpu_name
 from benchmarks.sessions_world import say
-from compute.decode.matrices import WEIGHT_TYPES
 from compute.histories import MAX_DRAFTS
 from compute.model_arguments import chunk_of, hot_rows_of, ring_pages_of
 from compute.serve.tuning import StepTuner, padded
@@ -46,11 +45,7 @@ TOLD = ("model", "layers", "experts", "dtype", "sessions", "history", "append", 
 def configure(parser: ArgumentParser) -> None:
     parser.description = __doc__
     add = parser.add_argument
-    add("--model", default="glm-5.3", help="a preset, or a config.json (default %(default)s)")
-    add("--layers", type=int, metavar="N", help="the first N layers only")
-    add("--experts", type=int, default=8, metavar="N", help="routed experts of a layer (default %(default)s)")
-    add("--dtype", choices=WEIGHT_TYPES, default="fp8", help="type of the weights (default %(default)s)")
-    add("--device", default="cuda", help="cuda or cpu (default %(default)s)")
+    add_model_arguments(parser)
     add("--sessions", type=int, default=10, metavar="N", help="requests of a group (default %(default)s)")
     add("--history", type=int, default=50_048, metavar="N", help="stored tokens of each (default %(default)s)")
     add("--append", type=int, default=512, metavar="N", help="tokens that each reads (default %(default)s)")

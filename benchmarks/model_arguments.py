@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
+from compute.decode.matrices import WEIGHT_TYPES
 from protocol.model import ModelConfig, model_named
+
+
+def add_model_arguments(
+    parser: ArgumentParser, *, model: str = "glm-5.3", experts: int | None = 8, dtype: str = "fp8", device: str = "cuda"
+) -> None:
+    """Which model, in which type of weights, on which device; the values are the defaults."""
+    add, told = parser.add_argument, "" if experts is None else " (default %(default)s)"
+    add("--model", default=model, help="a preset, or a config.json (default %(default)s)")
+    add("--layers", type=int, metavar="N", help="the first N layers only")
+    add("--experts", type=int, default=experts, metavar="N", help=f"routed experts of a layer{told}")
+    add("--dtype", choices=WEIGHT_TYPES, default=dtype, help="type of the weights (default %(default)s)")
+    add("--device", default=device, help="cuda or cpu (default %(default)s)")
 
 
 def model_of(arguments: Namespace) -> ModelConfig:

@@ -22,13 +22,12 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.model_arguments import model_of
+from benchmarks.model_arguments import add_model_arguments, model_of
 from benchmarks.pairs_prompt import text_tokens
 from benchmarks.pairs_report import PairsReport, case_name, token_digest
 from benchmarks.pairs_run import EXTRA_TOKENS, DecodeResult, PrefillResult, RunSettings, run_apart
 from benchmarks.pairs_script import scripted_drafts
 from compute.decode.locality import PRESETS
-from compute.decode.matrices import WEIGHT_TYPES
 from compute.decode.selections import Trace
 from compute.embedded import EmbeddedDaemon
 from compute.histories import MAX_DRAFTS, Mode
@@ -47,11 +46,7 @@ SPARE_PAGES = 192
 
 def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", default="glm-5.3", help="a preset, or a config.json (default %(default)s)")
-    add("--layers", type=int, metavar="N", help="the first N layers only")
-    add("--experts", type=int, default=8, metavar="N", help="routed experts of a layer (default %(default)s)")
-    add("--dtype", choices=WEIGHT_TYPES, default="fp8", help="type of the weights (default %(default)s)")
-    add("--device", default="cuda", help="cuda or cpu (default %(default)s)")
+    add_model_arguments(parser)
     add("--prompt", type=int, default=PROMPT_TOKENS, metavar="N", help="tokens in (default %(default)s)")
     add("--append", type=int, default=0, metavar="N", help="of them, at least N that each run reads itself (default 0)")
     add("--text", type=Path, metavar="FILE", help="text of the prompt (default: the project's own)")

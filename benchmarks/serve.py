@@ -26,11 +26,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.daemon_room import room_for
-from benchmarks.model_arguments import model_of
+from benchmarks.model_arguments import add_model_arguments, model_of
 from benchmarks.report import Report, cpu_name
 from benchmarks.serve_report import Trace
 from benchmarks.serve_trace import SHORTEST, Alone, Answer, Asked, Lengths, ask, draw
-from compute.decode.matrices import WEIGHT_TYPES
 from compute.embedded import EmbeddedDaemon
 from compute.histories import MAX_DRAFTS, HistorySettings
 from compute.model_arguments import chunk_of, hot_rows_of, ring_pages_of
@@ -60,11 +59,7 @@ SETTLED_S = 10.0
 def configure(parser: ArgumentParser) -> None:
     parser.description = __doc__
     add = parser.add_argument
-    add("--model", default="demo", help="a preset, or a config.json (default %(default)s)")
-    add("--layers", type=int, metavar="N", help="the first N layers only")
-    add("--experts", type=int, metavar="N", help="routed experts of a layer")
-    add("--device", default="cpu", help="cuda or cpu (default %(default)s)")
-    add("--dtype", choices=WEIGHT_TYPES, default="bf16", help="type of the weights (default %(default)s)")
+    add_model_arguments(parser, model="demo", experts=None, dtype="bf16", device="cpu")
     add("--requests", type=int, default=32, metavar="N", help="of the trace (default %(default)s)")
     add("--rate", type=float, default=0.0, metavar="R", help="a second; 0: as clients are free (default %(default)s)")
     add("--clients", type=int, default=8, metavar="N", help="requests under way at a time (default %(default)s)")

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.locality import Locality
-from benchmarks.model_arguments import model_of
+from benchmarks.model_arguments import add_model_arguments, model_of
 from benchmarks.report import Report, Row, cpu_name
 from benchmarks.sessions_decode import Batch, Pass, digests
 from benchmarks.sessions_fetch import fetch_rows
 from benchmarks.sessions_report import Case, case_rows, memory_rows
 from benchmarks.sessions_world import SessionsSettings, World, fill_cache, opened, say
 from compute.decode.decoder import FastDecoder
-from compute.decode.matrices import WEIGHT_TYPES
 from compute.history import History
 from compute.kernels.state import GroupCache
 from compute.step import BATCH_SIZES
@@ -44,11 +43,7 @@ VRAM_SPARE = 6 << 30
 def configure(parser: ArgumentParser) -> None:
     parser.description = __doc__
     add = parser.add_argument
-    add("--model", default="glm-5.3", help="a preset, or a config.json (default %(default)s)")
-    add("--layers", type=int, metavar="N", help="the first N layers only")
-    add("--experts", type=int, default=8, metavar="N", help="routed experts of a layer (default %(default)s)")
-    add("--dtype", choices=WEIGHT_TYPES, default="fp8", help="type of the weights (default %(default)s)")
-    add("--device", default="cuda", help="cuda or cpu (default %(default)s)")
+    add_model_arguments(parser)
     add("--sessions", type=int, default=15, metavar="N", help="sessions of one step (default %(default)s)")
     add("--tokens", type=int, default=1_048_576, metavar="N", help="most tokens of a session (default %(default)s)")
     add("--hot-rows", type=int, default=32_768, metavar="N", help="slots of a hot cache (default %(default)s)")

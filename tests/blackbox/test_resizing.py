@@ -44,6 +44,11 @@ def resize(daemon: DaemonProcess, key: str, size: str) -> tuple[int, str]:
     return status, said or complaint
 
 
+def extents(daemon: DaemonProcess) -> int:
+    """Segments that are extents, by the last part of their names; the part before it is of any hexadecimal digits."""
+    return len([name for name in daemon.segments if name.rsplit("-", 1)[1].startswith("e")])
+
+
 def test_the_host_tier_grows_and_its_memory_can_be_used(small: DaemonProcess) -> None:
     with PageHolder(small.run_dir) as worker:
         assert worker.open("one", 4) == "ok"
@@ -53,7 +58,7 @@ def test_the_host_tier_grows_and_its_memory_can_be_used(small: DaemonProcess) ->
         assert 28 * MIB < tier(small).committed < 29 * MIB
         assert worker.extend("one", 3) == "ok"
         assert worker.extend("one") == "out_of_capacity"
-        assert len([name for name in small.segments if "-e" in name]) == 7
+        assert extents(small) == 7
 
 
 def test_what_is_in_use_is_not_given_up(small: DaemonProcess) -> None:
@@ -74,7 +79,7 @@ def test_what_is_in_use_is_not_given_up(small: DaemonProcess) -> None:
         worker.close("three")
     wait_until(small, lambda stats: not stats.leases)
     assert resize(small, "host.capacity", "4MiB") == (0, "host.capacity: 12 MiB → 4 MiB\n")
-    assert len([name for name in small.segments if "-e" in name]) == 1
+    assert extents(small) == 1
     assert resize(small, "host.capacity", "20MiB")[0] == 0
     with PageHolder(small.run_dir) as worker:
         assert worker.open("all", 5) == "ok"
