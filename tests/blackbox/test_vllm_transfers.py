@@ -160,6 +160,22 @@ def test_a_stopped_daemon_costs_one_time_out_and_is_used_again(daemon: DaemonPro
     assert cache.read(10) == cache.read(0)
 
 
+def test_what_a_stopped_daemon_did_not_store_is_logged_and_counted(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = _Cache()
+    with _transfers(cache, _settings(daemon.run_dir, transfer_timeout_s=0.3)) as transfers:
+        _save(transfers, cache, 1, [0, 1], _keys(2))
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            counts = _save(transfers, cache, 2, [2, 3, 4], _keys(3, first=2)).counts
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+    assert counts["dropped_save_blocks"] == 3
+    assert counts.get("saved_blocks", 0) == 0
+    assert "not saved: 3 blocks, no answer from" in caplog.text
+
+
 def test_a_load_whose_turn_does_not_come_is_given_up(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = _Cache()
     settings = _settings(daemon.run_dir, load_timeout_s=0.2)

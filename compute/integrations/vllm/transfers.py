@@ -231,10 +231,11 @@ class Transfers:
                     return good, "late"
         except KvdError as error:
             return good, error.message
-        return good, "not stored any more"
+        return good, "" if good == len(load.keys) else "not stored any more"
 
     def _do_save(self, queued: _Queued, save: Save) -> None:
         reservations: list[Reservation] = []
+        reason = ""
         parts, block_of = self._parts(save.keys), dict(zip(save.keys, save.blocks, strict=True))
         store = self._connected()
         if store is not None:
@@ -248,12 +249,14 @@ class Transfers:
                     reservations.append(reservation)
                     self._let_loads_pass()
             except KvdError as error:
-                self._say(f"not saved: some of {len(save.blocks)} blocks, {error.message}")
+                reason = error.message
             self._look(store)
         done = [(each, keys) for each, keys in zip(reservations, parts, strict=False) if each.is_stored]
-        offered = sum(len(keys) for _, keys in done)
+        left = len(save.blocks) - sum(len(keys) for _, keys in done)
+        if reason:
+            self._say(f"not saved: {left} blocks, {reason}")
         with self._changed:
-            self._ended_save(queued, sum(len(each.keys) for each, _ in done), len(save.blocks) - offered)
+            self._ended_save(queued, sum(len(each.keys) for each, _ in done), left)
 
     def _parts(self, items: Sequence[_ItemT]) -> list[Sequence[_ItemT]]:
         return [items[first : first + self._batch] for first in range(0, len(items), self._batch)]
