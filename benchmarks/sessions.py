@@ -70,6 +70,8 @@ def run(arguments: Namespace) -> Report | None:
     locality, percents = _locality(settings, arguments), _percents(settings, arguments)
     on_gpu = settings.device != "cpu"
     apart = arguments.apart or arguments.alone_only or not _both_fit(settings)
+    if apart and settings.tensor > 1:  # before anything is filled
+        raise InvalidValue("ranks where modes are measured one after the other", settings.tensor, "1")
     order = {"order": "one mode after the other" if apart else "passes of both modes in turns"}
     report = Report(
         "sessions", torch.cuda.get_device_name() if on_gpu else cpu_name(), _told(settings, arguments) | order

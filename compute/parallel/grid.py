@@ -52,8 +52,7 @@ class Place:
             raise InvalidValue(
                 "ranks of this process",
                 None,
-                f"{place.world} ranks under torchrun ({shape}): torchrun --nproc-per-node {place.world} "
-                "-m compute.cli generate ...",
+                f"{place.world} ranks under torchrun ({shape}): torchrun --nproc-per-node {place.world} -m ...",
             ) from None
         if world != place.world:
             raise InvalidValue("ranks started by torchrun", world, f"{place.world}: {shape}")

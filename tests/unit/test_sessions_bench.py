@@ -113,6 +113,7 @@ def test_random_pages_hold_finite_rows_that_differ() -> None:
     ("options", "said"),
     [
         ("--sessions 17", "--sessions is 17; allowed: 1 to 16"),
+        ("--apart --tensor-parallel 2", "ranks where modes are measured one after the other is 2; allowed: 1"),
         ("--steps 1", "--steps is 1; allowed: 2 to 4096"),
         ("--tokens 100", "--tokens is 100; allowed: a multiple of 64, at least 384"),
         ("--layers 5", "--layers is 5; allowed: the end of an index group"),
