@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from compute.serve.gaps import Stopwatch
 from compute.serve.scheduler import Scheduler
 from compute.worker import Worker
@@ -11,9 +13,11 @@ def warm_up(worker: Worker, scheduler: Scheduler) -> None:
     """Record the steps. On a GPU pieces of every length are read, too, once for what they compile and once for what
     they take. Raises `OutOfCapacity` without memory for a session of the longest context.
     """
+    sys.stderr.write("kvd-worker: recording steps of all batch sizes\n")
     scheduler.places.record()
     if worker.device.torch_device.type == "cuda":
-        for _ in range(2):
+        for what in ("compiling", "measuring"):
+            sys.stderr.write(f"kvd-worker: {what} what reads prompts\n")
             read_pieces(worker, scheduler)
 
 
