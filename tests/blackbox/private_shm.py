@@ -18,7 +18,7 @@ def run_with_private_shm(script: str, size: str, *arguments: object) -> None:
     """Run a Python ``script`` there; the test is skipped where that is not permitted, and fails with what it said."""
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-m", "true"], capture_output=True).returncode:
-        pytest.skip("a mount namespace of its own is not permitted here")
+        pytest.skip("needs a mount namespace of its own (unshare -m), which is not permitted here")
     mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm || exit {_NOT_MOUNTED}"
     command = f'{mount}; exec {sys.executable} -c "$SCRIPT" {" ".join(map(str, arguments))}'
     done = subprocess.run(
@@ -30,5 +30,5 @@ def run_with_private_shm(script: str, size: str, *arguments: object) -> None:
         timeout=100,
     )
     if done.returncode == _NOT_MOUNTED:
-        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr}")
+        pytest.skip(f"needs a tmpfs of its own, which cannot be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from compute.copyback import Copyback
 from compute.kernels import reference
 from compute.kernels.kernel_set import ReferenceKernels
 from compute.kernels.state import LENGTH, NO_RING, RING_FIRST, GroupCache, PageMap
-from compute.step import OVERLAPS, AttentionStep, Model, Overlap, StepShape
+from compute.step import OVERLAPS, AttentionStep, Model, Overlap, StepShape, _no_collection
 from protocol.errors import InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat
 from protocol.model import GLM_5_3
@@ -226,6 +228,19 @@ def test_sessions_that_do_not_fit_are_refused() -> None:
     step.leave(0)
     with pytest.raises(InvalidValue, match="sessions of a step"):
         step.replay()
+
+
+def test_nothing_is_collected_while_a_step_is_recorded() -> None:
+    """And afterwards it is again, also where that failed."""
+
+    def fail() -> None:
+        with _no_collection():
+            assert not gc.isenabled()
+            raise OverflowError
+
+    with pytest.raises(OverflowError):
+        fail()
+    assert gc.isenabled()
 
 
 # On a GPU: recorded, and replayed thousands of times
