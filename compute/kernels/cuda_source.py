@@ -23,14 +23,14 @@ Argument = tuple[int, Any]
 class CudaKernel:
     """The function ``name`` of ``name``.cu beside this file, for the current device.
 
-    The source is compiled with ``defines``, of which ``THREADS``, ``SHARED_BYTES`` (dynamic shared memory) and
-    ``CLUSTER`` say how its blocks are launched. Raises `NoDevice` where ``cuda-bindings`` or NVRTC is missing, or
-    refuses it.
+    The source is compiled with ``defines``, of which ``THREADS``, and where they are given ``SHARED_BYTES`` (dynamic
+    shared memory) and ``CLUSTER`` say how its blocks are launched. Raises `NoDevice` where ``cuda-bindings`` or NVRTC
+    is missing, or refuses it.
     """
 
     def __init__(self, name: str, defines: Mapping[str, int]) -> None:
-        self._threads, self._cluster = defines["THREADS"], defines["CLUSTER"]
-        self._shared_bytes = defines["SHARED_BYTES"]
+        self._threads, self._cluster = defines["THREADS"], defines.get("CLUSTER", 1)
+        self._shared_bytes = defines.get("SHARED_BYTES", 0)
         torch.cuda.set_device(torch.cuda.current_device())  # makes torch's context the driver's current one
         image = compiled(name, torch.cuda.get_device_capability(), tuple(sorted(defines.items())))
         self._driver = driver = _bindings()[0]
@@ -55,18 +55,23 @@ class CudaKernel:
     def int64(value: int) -> Argument:
         return value, ctypes.c_int64
 
-    def launch(self, rows: int, arguments: Sequence[Argument]) -> None:
-        """Enqueue ``rows`` clusters on torch's current stream; a row's number is ``blockIdx.y``."""
+    def launch(self, grid: tuple[int, int], arguments: Sequence[Argument]) -> None:
+        """Enqueue blocks with ``blockIdx.x`` and ``.y`` below ``grid`` on torch's current stream.
+
+        Those of a cluster are neighbours in x.
+        """
         driver = self._driver
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self._cluster, rows, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
-        cluster = driver.CUlaunchAttribute()
-        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self._cluster, 1, 1
-        attributes = [cluster]
+        attributes = []
+        if self._cluster > 1:
+            cluster = driver.CUlaunchAttribute()
+            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self._cluster, 1, 1
+            attributes.append(cluster)
         if programmatic_edge():
             overlapped = driver.CUlaunchAttribute()
             overlapped.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

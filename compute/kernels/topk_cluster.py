@@ -45,8 +45,9 @@ def prepare_clusters(device: torch.device, rows: int) -> None:
 def select_by_cluster(scores: Tensor, lengths: Tensor, maxima: Tensor, selection: Tensor) -> None:
     """Enqueue the selection of each row; arguments are those of `TopK.select`, checked, and the maxima are known."""
     rows, k = selection.shape
-    _kernel(torch.cuda.current_device(), _cluster_of(rows)).launch(
-        rows,
+    cluster = _cluster_of(rows)
+    _kernel(torch.cuda.current_device(), cluster).launch(
+        (cluster, rows),
         [
             CudaKernel.address(scores),
             CudaKernel.address(lengths),

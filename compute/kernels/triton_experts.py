@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compute.kernels import strips
 from compute.kernels.matrix import BLOCK, Matrix
 from compute.kernels.ptx import PTX
 from compute.kernels.triton_products import (
@@ -76,6 +77,10 @@ def few_rows(
     if not scratch.holds(gated_floats + floats, max(slots * tiles, down_tiles)):
         return False
     gated = scratch.memory[:gated_floats].view(torch.bfloat16)
+    if strips.fits_strips(x, gate_up) and inner % BLOCK == 0 and count <= strips.MOST_EXPERTS:
+        few = gated[: slots * rows * inner]
+        strips.experts(x, chosen, weights, gate_up, down, shared, out, few, first.splits)
+        return True
     partial = scratch.memory[gated_floats:]
     shared_gate_up, shared_down = shared or (gate_up, down)
     common = {

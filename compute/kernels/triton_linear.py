@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compute.kernels import strips
 from compute.kernels.matrix import BLOCK, Matrix
 from compute.kernels.ptx import PTX
 from compute.kernels.triton_products import (
@@ -71,6 +72,9 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
     cut = tiling(n, k, heads, e4m3)
     if e4m3 and k % 16:
         raise InvalidValue("columns of an e4m3 weight", k, "a multiple of 16, which are loaded at a time")
+    if heads == 1 and strips.fits_strips(x[:, 0], weight):
+        strips.linear(x[:, 0], weight, out[:, 0], cut.splits)
+        return
     split, splits = split_columns(k, cut.splits)
     apart = rows <= FEW_ROWS
     ordered = e4m3 and not apart and k % BLOCK == 0

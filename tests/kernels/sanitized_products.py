@@ -12,11 +12,11 @@ from compute.kernels.norms import add_rms_norm, silu_mul
 from protocol.model import DEMO
 from tests.kernels.pages import DEVICE
 
-MODULES = ("triton_linear", "triton_experts", "triton_many_experts", "triton_norms")
+MODULES = ("triton_linear", "triton_experts", "triton_many_experts", "triton_norms", "strips")
 HIDDEN, INNER = 512, 128
 COUNT, CHOICES = DEMO.n_routed_experts, DEMO.num_experts_per_tok
-ROWS = (3, 70)
-"""One for the kernels of few rows, one for those of many."""
+ROWS = (3, 20, 70)
+"""For the kernels of a few rows, of some, and of many."""
 
 
 def main() -> None:

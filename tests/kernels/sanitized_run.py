@@ -134,7 +134,7 @@ def _part_of(kernel: str) -> Part:
     for part in PARTS:
         for name in part.modules:
             module = importlib.import_module(f"compute.kernels.{name}")
-            if kernel == name or kernel in vars(module):
+            if kernel == name or kernel in vars(module) or kernel in getattr(module, "SOURCES", ()):
                 return part
     raise SystemExit(f"sanitized_run: there is no kernel {kernel!r}; --list prints those that there are")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from cuda.bindings import nvrtc
 
+from compute.kernels import strips
 from compute.kernels.cuda_source import compiled
 from compute.kernels.topk_cluster import DEFINES
 from protocol.errors import NoDevice
@@ -30,6 +31,14 @@ def _defines(cluster: int, **changed: int) -> tuple[tuple[str, int], ...]:
 @pytest.mark.parametrize("cluster", [8, 16])
 def test_the_selection_compiles(cluster: int) -> None:
     assert compiled("topk_cluster", (9, 0), _defines(cluster)).startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("name", strips.SOURCES)
+def test_products_of_few_rows_compile(name: str, rows: int) -> None:
+    defines = {"ROWS": rows, "THREADS": 256, "SPLITS": 4, "FLOAT_OUT": 1, "CHOICES": 8, "SHARED": 1}
+    assert compiled(name, (9, 0), tuple(sorted(strips.launch_defines(defines).items()))).startswith(b"\x7fELF")
 
 
 @needs_nvrtc
