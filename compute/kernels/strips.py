@@ -77,15 +77,27 @@ def experts(
     slots = gated.numel() // (rows * inner)
     shared_gate_up, shared_down = shared or (gate_up, down)
     first = _kernel("strip_gate_up", rows, 2 * splits, SPLITS=splits, CHOICES=choices, SHARED=base)
-    numbers = map(CudaKernel.int32, (rows, inner, hidden, split // BLOCK))
-    inputs = CudaKernel.address(x), CudaKernel.address(chosen)
-    matrices = *_addresses(gate_up), *_addresses(shared_gate_up)
-    first.launch((inner // _STRIP, slots), [*inputs, *matrices, CudaKernel.address(gated), *numbers])
+    first.launch(
+        (inner // _STRIP, slots),
+        [
+            *map(CudaKernel.address, (x, chosen)),
+            *_addresses(gate_up),
+            *_addresses(shared_gate_up),
+            CudaKernel.address(gated),
+            *map(CudaKernel.int32, (rows, inner, hidden, split // BLOCK)),
+        ],
+    )
     second = _kernel("strip_down", rows, min(base + choices, _MOST_WARPS), CHOICES=choices, SHARED=base)
-    numbers = map(CudaKernel.int32, (rows, hidden, inner))
-    inputs = CudaKernel.address(gated), CudaKernel.address(chosen), CudaKernel.address(weights)
-    matrices = *_addresses(down), *_addresses(shared_down)
-    second.launch((-(-hidden // _STRIP), 1), [*inputs, *matrices, CudaKernel.address(out), *numbers])
+    second.launch(
+        (-(-hidden // _STRIP), 1),
+        [
+            *map(CudaKernel.address, (gated, chosen, weights)),
+            *_addresses(down),
+            *_addresses(shared_down),
+            CudaKernel.address(out),
+            *map(CudaKernel.int32, (rows, hidden, inner)),
+        ],
+    )
 
 
 def _addresses(matrix: Matrix) -> tuple[Argument, Argument]:
