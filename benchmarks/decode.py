@@ -43,7 +43,7 @@ STEPS = 32
 """Steps of a timed pass."""
 
 _KINDS = (
-    ("experts", ("gate_up", "down_kernel", "expert")),
+    ("experts", ("gate_up", "_down", "expert")),
     ("attention", ("split_kernel", "join_kernel")),
     ("index and selection", ("score", "collect", "select", "topk", "maxima")),
     ("cache", ("resolve", "fetch", "addresses")),

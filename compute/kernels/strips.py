@@ -29,6 +29,9 @@ _MOST_WARPS = 16
 _STAGES = {1: 3, 2: 3, 4: 2}
 """By the rows that there is room for: as many as let 24 warps or more share a multiprocessor."""
 
+_LEAST_OF_GATE_UP = 60 << 10
+"""Shared memory of a block, so that a multiprocessor holds three: nine experts' 1,152 blocks are three rounds of these."""
+
 
 def fits_strips(x: Tensor, weight: Matrix) -> bool:
     """Whether products of ``x`` [M, K] with an e4m3 ``weight`` [.., N, K] can be done here."""
@@ -120,7 +123,7 @@ def launch_defines(defines: dict[str, int]) -> dict[str, int]:
     rows, warps = defines["ROWS"], defines["THREADS"] // 32
     stages = _STAGES[rows] * (_STRIP + 2 * rows) * BLOCK
     outputs = rows * (1 + defines.get("CHOICES", 0)) * _STRIP * 4
-    return defines | {
-        "STAGES": _STAGES[rows],
-        "SHARED_BYTES": warps * (stages + rows * _STRIP * 4) + outputs + MOST_EXPERTS // 8,
-    }
+    shared_bytes = warps * (stages + rows * _STRIP * 4) + outputs + MOST_EXPERTS // 8
+    if "SPLITS" in defines and "CHOICES" in defines:
+        shared_bytes = max(shared_bytes, _LEAST_OF_GATE_UP)
+    return defines | {"STAGES": _STAGES[rows], "SHARED_BYTES": shared_bytes}
