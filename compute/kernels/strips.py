@@ -30,7 +30,7 @@ _STAGES = {1: 3, 2: 3, 4: 2}
 """By the rows that there is room for: as many as let 24 warps or more share a multiprocessor."""
 
 _LEAST_OF_GATE_UP = 60 << 10
-"""Shared memory of a block, so that a multiprocessor holds three: nine experts' 1,152 blocks are three rounds of these."""
+"""Shared memory of a block, so that a multiprocessor holds three: the 1,152 of nine experts are three rounds then."""
 
 
 def fits_strips(x: Tensor, weight: Matrix) -> bool:
