@@ -40,6 +40,8 @@ MANY_TILING = {False: Tiling(0, 128, 8, 64, 4), True: Tiling(0, 128, 8, 128, 3)}
 """How the weight is cut then, of bfloat16 and of e4m3; its splits are those of few rows."""
 _PROGRAMS = 192
 """Programs of few rows that a bfloat16 weight is cut for, if it has no more tiles than that."""
+_ORDERED = 2048
+"""Columns that one program puts in operand order."""
 _ROUND = 264
 """Programs of an e4m3 weight that an H200 runs at a time: two on a multiprocessor."""
 
@@ -124,22 +126,33 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
 
 def in_operand_order(x: Tensor) -> Tensor:
     """``x`` [M, H, K] as contiguous bfloat16, each block's columns in operand order."""
+    rows, heads, k = x.shape
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    blocks = x.shape[2] // BLOCK
-    _order_kernel[(x.shape[0], x.shape[1], blocks)](
-        x, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), num_warps=1, **launch_options()
+    _order_kernel[(rows, heads, triton.cdiv(k, _ORDERED))](
+        x,
+        out,
+        k,
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        out.stride(1),
+        COLUMNS=_ORDERED,
+        num_warps=4,
+        **launch_options(),
     )
     return out
 
 
 @triton.jit
-def _order_kernel(x, out, x_row, x_head, out_row, out_head, OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _order_kernel(x, out, k, x_row, x_head, out_row, out_head, COLUMNS: tl.constexpr, OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(2) * _BLOCK
+    first = tl.program_id(2) * COLUMNS
+    column = first + operand_columns(COLUMNS)
+    place = first + tl.arange(0, COLUMNS)
     await_kernel_before(OVERLAPPED)
-    values = tl.load(x + row * x_row + head * x_head + block + operand_columns())
-    tl.store(out + row * out_row + head * out_head + block + tl.arange(0, _BLOCK), values.to(tl.bfloat16))
+    values = tl.load(x + row * x_row + head * x_head + column, mask=column < k, other=0.0)
+    tl.store(out + row * out_row + head * out_head + place, values.to(tl.bfloat16), mask=place < k)
 
 
 @triton.jit(do_not_specialize=["M"])

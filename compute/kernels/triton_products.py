@@ -148,9 +148,9 @@ def _weight_operand(words, TILE: tl.constexpr, PTX: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def operand_columns():  # type: ignore[no-untyped-def]
-    """The column, of a block's 128, at each place of operand order; they stay in pairs."""
-    p = tl.arange(0, 128)
+def operand_columns(COUNT: tl.constexpr = 128):  # type: ignore[no-untyped-def]
+    """The column at each of ``COUNT`` places of operand order, of whole blocks of 128; they stay in pairs."""
+    p = tl.arange(0, COUNT)
     column = p // 64 * 64 + p // 2 % 4 * 16 + p // 16 % 4 * 4 + p // 8 % 2 * 2 + p % 2
     return tl.max_contiguous(tl.multiple_of(column, 2), 2)
 

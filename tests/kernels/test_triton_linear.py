@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compute.kernels import reference_linear
+from compute.kernels import reference_linear, triton_linear
 from compute.kernels.linear import Workspace, head_linear, linear
 from compute.kernels.matrix import Matrix
 from protocol.errors import InvalidValue
@@ -96,6 +96,16 @@ def test_a_row_alone_in_a_batch_and_at_any_place(kind: str) -> None:
     for rows in (1, 4, 16, 17, 64, 65, 256):
         if rows <= len(x):
             assert torch.equal(_product(x[-rows:], weight), together[-rows:]), rows
+
+
+def test_operand_order() -> None:
+    """Blocks of 128 columns, each permuted alike: more of them than one program takes, of a strided view."""
+    wide = torch.arange(3 * 2 * 2432, device=DEVICE).view(3, 2, 2432).remainder(251).float()
+    x = wide[..., 64:-64]
+    p = torch.arange(128, device=DEVICE)
+    column = p // 64 * 64 + p // 2 % 4 * 16 + p // 16 % 4 * 4 + p // 8 % 2 * 2 + p % 2
+    expected = x.unflatten(2, (-1, 128))[..., column].flatten(2).bfloat16()
+    assert torch.equal(triton_linear.in_operand_order(x), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
