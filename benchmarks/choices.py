@@ -88,7 +88,7 @@ def run(arguments: Namespace) -> Report:
     report = Report("choices", cpu_name() if arguments.device == "cpu" else torch.cuda.get_device_name(), told)
     report.rows += table(timed)
     report.rows.append(Row("rounds", len(timed[CHOSEN]), "rounds"))
-    report.rows.append(Row(f"{CHOSEN}: drafts", chosen.depth(arguments.sessions), "drafts"))
+    report.rows.append(Row(f"{CHOSEN}: drafts", chosen.best(arguments.sessions), "drafts"))
     report.rows.append(Row(f"{CHOSEN}: limit", chosen.limit(arguments.sessions), "sessions"))
     for depth, group in warm.items():
         report.rows.append(Row(f"MTP {depth}: tokens of a session's step", group.tokens_per_step, "tokens"))
@@ -140,10 +140,10 @@ def _fixed(depth: int, limit: int) -> StepTuner:
 
 
 def _learn(world: World, tuner: StepTuner) -> list[Group]:
-    """Groups until every number of drafts has been measured with all sessions together."""
+    """Groups until every number of drafts that may be the best has been measured with all sessions together."""
     groups: list[Group] = []
     size = padded(min(len(world.prompts), MOST))
-    while len(groups) < LEARNING and not all((depth, size) in tuner.cells for depth in tuner.depths):
+    while len(groups) < LEARNING and tuner.unmeasured(size):
         groups.append(world.group(tuner))
     return groups
 

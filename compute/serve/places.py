@@ -57,13 +57,15 @@ class _Flight:
 
 @dataclass(frozen=True)
 class StepRead:
-    """What a step gave: tokens behind each seat's, one or several, and the drafts that were verified for each seat.
+    """What a step gave: tokens behind each seat's, one or several.
 
-    ``seconds`` are the step's own, whatever else the device had to do.
+    ``verified`` are how many they were for each seat that had ``depth`` drafts: in the first step of a place there are
+    none. ``seconds`` are the step's own, whatever else the device had to do.
     """
 
     tokens: list[tuple[Seat, list[int]]]
     depth: int
+    verified: list[int]
     seconds: float
 
 
@@ -126,13 +128,16 @@ class Places:
         seconds = flight.watch.seconds(wait=True)
         assert seconds is not None
         found: list[tuple[Seat, list[int]]] = []
+        verified = []
         for place, seat in flight.seats.items():
             seat.under_way -= 1
             if self.seats.get(place) is seat:
                 seat._kept = accepted[place]
-                seat.hidden = None
+                if seat.hidden is None:
+                    verified.append(accepted[place])
+                seat.hidden = None  # the first step in its place makes its first drafts
                 found.append((seat, sampled[place][: accepted[place]]))
-        return StepRead(found, self.depth, seconds)
+        return StepRead(found, self.depth, verified, seconds)
 
     def settle(self, seat: Seat, tokens: Sequence[int]) -> None:
         """Keep ``tokens``, the first ones of those that `read` gave: the rows that they were sampled behind are there.

@@ -333,7 +333,7 @@ class Scheduler:
         self._counted["seats"] += len(step.tokens)
         if step.tokens:
             self._step_s = step.seconds
-            self.steps.measured(step.depth, len(step.tokens), count, step.seconds)
+            self.steps.measured(step.depth, len(step.tokens), step.verified, step.seconds)
 
     def _deliver(self, job: Job, tokens: list[int]) -> None:
         """Tell of ``tokens``, which are acknowledged."""

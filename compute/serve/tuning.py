@@ -11,16 +11,24 @@ from dataclasses import dataclass
 
 from compute.step import BATCH_SIZES
 
-WINDOW_STEPS = 16
-"""Steps whose tokens and time are one measurement."""
-PROBE_EVERY = 100
-"""Windows after which a depth that was slower is measured again; four times as many where it was much slower."""
-FORGET_AFTER = 400
-"""Windows after which a batch size that was slower is tried again."""
+WINDOW_STEPS = 8
+"""Steps whose time is one measurement, and that a batch size has to last before the depth is changed for it."""
+PROBE_EVERY = 1600
+"""Steps after which a depth that was slower is measured again; four times as many where it was much slower."""
+FORGET_AFTER = 6400
+"""Steps after which a batch size that was slower is tried again."""
+HALF_LIFE = 4000
+"""Steps of single sessions after which what drafts were then counts half. Others than a depth's own make it older too,
+so that a depth that is only measured now and then is judged by how drafts are now.
+"""
 WORTH_WAITING = 1.1
 """How much faster fewer sessions must be: the others wait for a place meanwhile."""
+WORTH_CHANGING = 1.02
+"""How much faster another depth must be: every session is seated anew, and has no drafts in its next step."""
 MUCH_SLOWER = 0.8
 _SMOOTHING = 0.3
+_STEP_SMOOTHING = 0.08
+"""So that the steps of one measurement count as much as all before it."""
 
 
 def padded(sessions: int) -> int:
@@ -28,60 +36,124 @@ def padded(sessions: int) -> int:
     return next(size for size in BATCH_SIZES if size >= sessions)
 
 
-@dataclass
-class Cell:
-    """Tokens per second of a session at one depth and batch size, as last measured, and in which window that was."""
+class Acceptance:
+    """How often each of up to ``most`` drafts is right where all before it are.
 
-    rate: float
-    window: int
+    That depends on the text, not on the batch size, nor on how many drafts come behind: each step teaches about all
+    depths, and much more exactly together than the few steps of one depth and batch size would.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._tried, self._right = [0.0] * most, [0.0] * most
+
+    def measured(self, depth: int, tokens: Sequence[int]) -> None:
+        """A step with ``depth`` drafts gave each session so many ``tokens``: the drafts that were right, and one."""
+        kept = 0.5 ** (len(tokens) / HALF_LIFE)
+        for draft in range(len(self._tried)):
+            tried = sum(count > draft for count in tokens) if draft < depth else 0
+            right = sum(count > draft + 1 for count in tokens)
+            self._tried[draft] = kept * self._tried[draft] + tried
+            self._right[draft] = kept * self._right[draft] + right
+
+    def tokens(self, depth: int) -> float:
+        """What a session's step with ``depth`` drafts is expected to give; a draft that was never tried is right."""
+        expected = likely = 1.0
+        for right, tried in zip(self._right[:depth], self._tried[:depth], strict=True):
+            likely *= right / tried if tried else 1.0
+            expected += likely
+        return expected
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Steps at one depth and batch size: the seconds of one and the sessions in it, in the mean of the last ones."""
+
+    seconds: float = 0.0
+    sessions: float = 0.0
+    steps: int = 0
+    at: int = 0
+    """The step, of all that were made, that completed the last measurement."""
 
 
 class StepTuner:
     """Chooses among ``depths`` of drafting and batch sizes up to ``most``; one of either is a choice made already.
 
-    Each batch size is measured at every depth once, then stays at the best and looks at another now and then.
+    Each batch size is measured at every depth once, then stays at the best and looks at another now and then. The rate
+    of a session is what its step is expected to give over the time that steps of its batch size take: tokens of a few
+    steps say too little, and those of one session hardly anything.
     """
 
     def __init__(self, depths: Sequence[int], most: int, *, limit: int | None = None) -> None:
         """With a ``limit``, as many sessions are decoded together as that, whatever is measured."""
         self.depths, self._most, self._fixed_limit = tuple(depths), most, limit
+        self.acceptance = Acceptance(max(depths))
         self.cells: dict[tuple[int, int], Cell] = {}
-        self._windows = 0
-        self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
+        """None is ever taken out: other threads read them."""
+        self._steps = 0
         self._key: tuple[int, int] | None = None
+        self._resized = 0
+        """The step since which the batch size has been what it is."""
+        self._chosen: int | None = None
+        """The last depth that was chosen for being the best: not to be measured."""
 
-    def measured(self, depth: int, sessions: int, tokens: int, seconds: float) -> bool:
-        """A step of ``sessions`` gave ``tokens`` in ``seconds``; returns whether this ends a window of such steps."""
-        key = (depth, padded(sessions))
-        if key != self._key:
-            self._key, self._tokens, self._seconds, self._steps = key, 0.0, 0.0, 0
-            return False  # the first step after a change has work of the change in it
-        self._tokens += tokens / sessions
-        self._seconds += seconds
+    def measured(self, depth: int, sessions: int, accepted: Sequence[int], seconds: float) -> None:
+        """A step of ``sessions`` took ``seconds``. ``accepted`` are the tokens that it gave each of those whose drafts
+        it verified, whether or not they were wanted.
+        """
+        self.acceptance.measured(depth, accepted)
         self._steps += 1
-        if self._steps < WINDOW_STEPS:
-            return False
-        self._windows += 1
-        rate, cell = self._tokens / self._seconds, self.cells.get(key)
-        before = rate if cell is None else cell.rate
-        self.cells[key] = Cell(before + _SMOOTHING * (rate - before), self._windows)
-        self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
-        return True
+        key = (depth, padded(sessions))
+        if self._key is None or self._key[1] != key[1]:
+            self._resized = self._steps
+        if key != self._key:
+            self._key = key
+            return  # the first step after a change has work of the change in it
+        cell = self.cells.get(key, Cell())
+        steps = cell.steps + 1
+        weight = max(1 / steps, _STEP_SMOOTHING)
+        self.cells[key] = Cell(
+            cell.seconds + weight * (seconds - cell.seconds),
+            cell.sessions + weight * (sessions - cell.sessions),
+            steps,
+            cell.at if steps % WINDOW_STEPS else self._steps,
+        )
 
     def depth(self, sessions: int) -> int:
-        """How many tokens to draft for each step of so many sessions."""
+        """How many tokens to draft for the next step, of so many sessions."""
         size = padded(sessions)
-        unmeasured = [depth for depth in self.depths if (depth, size) not in self.cells]
-        promising = [depth for depth in unmeasured if not self._was_much_slower(depth, size)]
-        if promising:
-            return max(promising)
-        known = {depth: self.cells[depth, size] for depth in self.depths if depth not in unmeasured}
-        best = max(known, key=lambda depth: known[depth].rate)
-        for depth, cell in known.items():
-            patience = PROBE_EVERY * (4 if cell.rate < MUCH_SLOWER * known[best].rate else 1)
-            if depth != best and self._windows - cell.window >= patience:
+        if self._key is not None and (self._key[1] != size or self._steps - self._resized < WINDOW_STEPS):
+            return self._key[0] if self._chosen is None else self._chosen  # a change is not worth it in passing
+        if unmeasured := self.unmeasured(size):
+            return max(unmeasured)
+        self._chosen = best = self.best(sessions)
+        known = self._known(size)
+        for depth, rate in known.items():
+            patience = PROBE_EVERY * (4 if rate < MUCH_SLOWER * known[best] else 1)
+            if depth != best and self._steps - self.cells[depth, size].at >= patience:
                 return depth
         return best
+
+    def best(self, sessions: int) -> int:
+        """The depth at which so many sessions are fastest as far as is known, or the present one if that is about as
+        fast.
+        """
+        known = self._known(padded(sessions))
+        best = max(known, key=known.__getitem__, default=max(self.depths))
+        present = self._chosen
+        return present if present in known and known[best] < WORTH_CHANGING * known[present] else best
+
+    def unmeasured(self, size: int) -> list[int]:
+        """Depths still to be measured at a batch size: all but those that are much slower than the best there even
+        where fewer sessions share a step, which makes none slower.
+        """
+        known = self._known(size)
+        least = MUCH_SLOWER * max(known.values(), default=0.0)
+        return [
+            depth
+            for depth in self.depths
+            if depth not in known
+            and all(self._known(fewer).get(depth, least) >= least for fewer in BATCH_SIZES if fewer < size)
+        ]
 
     def limit(self, sessions: int | None = None) -> int:
         """How many of ``sessions``, by default as many as may be, to decode together at most: all, or fewer where that
@@ -91,33 +163,38 @@ class StepTuner:
             return self._fixed_limit
         chosen = self._most if sessions is None else max(min(sessions, self._most), 1)
         for fewer in sorted((size for size in BATCH_SIZES if size < chosen), reverse=True):
-            here, there = self._rate(fewer), self._rate(chosen)
-            if here is not None and there is not None and here > WORTH_WAITING * there:
+            size = padded(chosen)
+            if not (self._is_recent(fewer) and self._is_recent(size)) or self.unmeasured(size):
+                continue
+            # One that was not full says nothing against a full one, and no more for itself than it gave.
+            if self._together(fewer) > WORTH_WAITING * self._together(size, chosen):
                 chosen = fewer
         return chosen
 
     def rates(self) -> dict[str, float]:
         """Tokens per second of full batches by ``depth × batch size``."""
-        return {f"{depth}x{size}": size * cell.rate for (depth, size), cell in sorted(self.cells.copy().items())}
+        known = {(depth, size): rate for size in BATCH_SIZES for depth, rate in self._known(size).items()}
+        return {f"{depth}x{size}": size * known[depth, size] for depth, size in sorted(known)}
 
-    def _was_much_slower(self, depth: int, size: int) -> bool:
-        """Whether ``depth`` was, at the nearest batch size where all depths were measured."""
-        whole = [
-            other for other in BATCH_SIZES if other != size and all((each, other) in self.cells for each in self.depths)
-        ]
-        if not whole:
-            return False
-        nearest = min(whole, key=lambda other: abs(BATCH_SIZES.index(other) - BATCH_SIZES.index(size)))
-        best = max(self.cells[each, nearest].rate for each in self.depths)
-        return self.cells[depth, nearest].rate < MUCH_SLOWER * best
+    def _known(self, size: int) -> dict[int, float]:
+        """Tokens per second of a session at each depth that was measured at a batch size."""
+        cells = {depth: self.cells.get((depth, size), Cell()) for depth in self.depths}
+        return {
+            depth: self.acceptance.tokens(depth) / cell.seconds
+            for depth, cell in cells.items()
+            if cell.steps >= WINDOW_STEPS
+        }
 
-    def _rate(self, sessions: int) -> float | None:
-        """The best rate of so many together; None where it is not known, or not any more."""
-        size = padded(sessions)
-        found = [self.cells[depth, size] for depth in self.depths if (depth, size) in self.cells]
-        if not found or self._windows - max(cell.window for cell in found) > FORGET_AFTER:
-            return None
-        return sessions * max(cell.rate for cell in found)
+    def _together(self, size: int, sessions: int = 0) -> float:
+        """Tokens per second of all at a batch size that was measured: of as many as there were, or of ``sessions``
+        where that is more, as if their steps took no longer.
+        """
+        return max(rate * max(self.cells[depth, size].sessions, sessions) for depth, rate in self._known(size).items())
+
+    def _is_recent(self, size: int) -> bool:
+        """Whether what was measured at a batch size is still believed."""
+        last = max((self.cells[depth, size].at for depth in self._known(size)), default=None)
+        return last is not None and self._steps - last <= FORGET_AFTER
 
 
 class ChunkTuner:

@@ -62,7 +62,7 @@ def test_tokens_are_those_that_a_request_gets_alone(
     of drafts changes all the time.
     """
     monkeypatch.setattr("compute.serve.tuning.WINDOW_STEPS", 2)
-    monkeypatch.setattr("compute.serve.tuning.PROBE_EVERY", 2)
+    monkeypatch.setattr("compute.serve.tuning.PROBE_EVERY", 4)
     chance = random.Random(seed)
     lengths = [1, 5, 63, 64, 65, 130, 190, 30]
     asked: list[tuple[list[int], int, Sampling]] = [
@@ -91,6 +91,21 @@ def test_tokens_are_those_that_a_request_gets_alone(
     assert {client.reason for client in clients} <= {"length", "cancelled"}
     assert len({token for client in clients for token in client.tokens}) > 20
     assert {depth for depth, _ in scheduler.steps.cells} == {0, 1, 3}
+
+
+def test_the_first_step_in_a_place_says_nothing_about_drafts(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are none yet to verify."""
+    verified: list[list[int]] = []
+    monkeypatch.setattr(
+        scheduler.steps, "measured", lambda depth, sessions, accepted, seconds: verified.append(accepted)
+    )
+    client = Client()
+    scheduler.submit(Request(prompt(20), 8), client)
+    serve(scheduler, client)
+    assert [len(accepted) for accepted in verified] == [0] + [1] * (len(verified) - 1)
+    assert all(1 <= tokens <= 4 for accepted in verified for tokens in accepted)
 
 
 def test_a_session_goes_on_without_its_history_being_sent(worker: Worker, scheduler: Scheduler) -> None:
