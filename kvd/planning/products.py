@@ -30,6 +30,11 @@ class Product:
     taken: int = 0
 
     @property
+    def launches(self) -> int:
+        """Experts take two: gate and up, then down."""
+        return 2 if self.experts else 1
+
+    @property
     def nbytes(self) -> float:
         """Bytes in VRAM."""
         return (self.values + self.experts * self.expert_values) * _BYTES[self.kind]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -116,7 +116,7 @@ class StepModel:
             time += self._product(head_product(self._config), rows)
             if batch.drafts:
                 time += self._drafting(batch)
-        return replace(time, launches=time.launches * self._figures["graph"]["launch_part"])
+        return time
 
     def _layer(self, products: Sequence[Product], rows: float) -> StepTime:
         time = StepTime(launches=self._figures["layer"]["other_us"])
@@ -128,10 +128,12 @@ class StepModel:
 
     def _product(self, product: Product, rows: float) -> StepTime:
         figures = self._figures["products"][product.kind]
+        operations = 1e6 * product.operations(rows) / self._tensor / figures["operations"] / self._rates.compute
+        if rows <= figures.get("few", {}).get("rows", 0):
+            figures = figures["few"]
         read = 1e6 * product.read_bytes(rows) / self._tensor / figures["read"] * self._hbm_scale
         widened = read * (1 + figures["row_cost"] * max(rows - 1, 0))
-        operations = 1e6 * product.operations(rows) / self._tensor / figures["operations"] / self._rates.compute
-        return StepTime(launches=figures["launch_us"], hbm=read, compute=max(widened, operations) - read)
+        return StepTime(launches=product.launches * figures["launch_us"], hbm=read, compute=max(widened, operations) - read)
 
     def _attention(self, rows: float) -> StepTime:
         figures = self._figures["attention"]
