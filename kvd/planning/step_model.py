@@ -133,7 +133,8 @@ class StepModel:
             figures = figures["few"]
         read = 1e6 * product.read_bytes(rows) / self._tensor / figures["read"] * self._hbm_scale
         widened = read * (1 + figures["row_cost"] * max(rows - 1, 0))
-        return StepTime(launches=product.launches * figures["launch_us"], hbm=read, compute=max(widened, operations) - read)
+        launches = product.launches * figures["launch_us"]
+        return StepTime(launches=launches, hbm=read, compute=max(widened, operations) - read)
 
     def _attention(self, rows: float) -> StepTime:
         figures = self._figures["attention"]
