@@ -1,14 +1,12 @@
-"""The cluster's selection as a program of the host, under the address and undefined-behaviour sanitizers of a compiler.
+"""The cluster's selection as a program of the host (`tests.kernels.host_program`).
 
-``on_host`` has the words of CUDA and of ``cluster.cuh``; the kernel's source is compiled as it is. The sanitizers see
-what runs past the ends of global tensors, of shared memory and of each array in it, and wide accesses that are not
-aligned; the words see bytes that nobody expects, and shared memory of a block that has ended.
+The sanitizers see what runs past the ends of global tensors, of shared memory and of each array in it, and wide
+accesses that are not aligned; the words of ``on_host`` see bytes that nobody expects, and shared memory of a block that
+has ended.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +17,13 @@ from torch import Tensor
 from compute.kernels.reference import select_topk
 from compute.kernels.topk_cluster import DEFINES
 from compute.kernels.topk_collect import CLASSES, NO_SCORE
+from tests.kernels.host_program import build, needs_compiler, run
 
-SOURCE = Path(__file__).parents[2] / "compute" / "kernels" / "topk_cluster.cu"
-HERE = Path(__file__).parent / "on_host"
 SMALL = {"THREADS": 128, "SHARED_BYTES": 90 << 10, "ROOM": 8, "CAPACITY": 512, "CLUSTER": 4}
 """Little room, so that warps run out of it, and candidates have to be counted in memory."""
-FLAGS = ["-std=c++20", "-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wno-unknown-pragmas"]
 COLUMNS, K = 1280, 200
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="needs g++, to make a program of the kernel's source"
-)
+pytestmark = needs_compiler
 
 
 @pytest.fixture(
@@ -40,16 +34,7 @@ pytestmark = pytest.mark.skipif(
     ],
 )
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("topk")
-    for file in (SOURCE, HERE / "cluster.cuh", HERE / "topk_cluster.cpp"):
-        shutil.copy(file, folder)
-    defines = [f"-D{name}={value}" for name, value in request.param.items()]
-    command = ["g++", *FLAGS, *defines, "topk_cluster.cpp", "-o", "select"]
-    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if "cannot find -lasan" in built.stderr or "libasan" in built.stderr:
-        pytest.skip("needs libasan and libubsan, which come with most packages of g++")
-    assert built.returncode == 0, built.stderr
-    return folder / "select"
+    return build(tmp_path_factory.mktemp("topk"), "select", "topk_cluster.cpp", request.param)
 
 
 def _select(program: Path, scores: Tensor, lengths: Tensor, k: int, *, seed: int) -> Tensor:
@@ -60,9 +45,7 @@ def _select(program: Path, scores: Tensor, lengths: Tensor, k: int, *, seed: int
     maxima = torch.nn.functional.pad(keys, (0, CLASSES - columns), value=NO_SCORE)
     head = torch.tensor([rows, k, columns, seed], dtype=torch.int32)
     given = b"".join(part.numpy().tobytes() for part in (head, lengths, scores, maxima))
-    done = subprocess.run([program], input=given, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    out = torch.from_numpy(np.frombuffer(done.stdout, dtype=np.int32).copy())
+    out = torch.from_numpy(np.frombuffer(run(program, given), dtype=np.int32).copy())
     assert bool((out[rows * k :] == NO_SCORE).all()), "the maxima are not reset"
     return out[: rows * k].view(rows, k)
 

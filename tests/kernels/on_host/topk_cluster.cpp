@@ -17,7 +17,8 @@ int main() {
     int *selection = (int *)malloc(sizeof(int) * rows * k);
     memset(selection, 0x77, sizeof(int) * rows * k);
     for (int row = 0; row < rows; ++row)
-        host::run(CLUSTER, THREADS, row, head[3], [&] { topk_cluster(scores, lengths, maxima, selection, columns, k); });
+        host::run({0, unsigned(row)}, CLUSTER, THREADS, head[3],
+                  [&] { topk_cluster(scores, lengths, maxima, selection, columns, k); });
     fwrite(selection, sizeof(int), (size_t)rows * k, stdout);
     fwrite(maxima, sizeof(int), (size_t)rows * CLASSES, stdout);
     free(head), free(lengths), free(scores), free(maxima), free(selection);

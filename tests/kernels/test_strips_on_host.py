@@ -1,0 +1,146 @@
+"""Products of few rows by strips as programs of the host (`tests.kernels.host_program`), launched by `strips` itself.
+
+The sanitizers see what runs past the ends of tensors, of shared memory and of each array in it, and what reads an
+operand before the thread has waited for its copy; the words of ``on_host``, copies of what the kernel before may still
+be writing.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compute.kernels import reference_experts, reference_linear, strips
+from compute.kernels.matrix import Matrix
+from tests.kernels.host_program import build, needs_compiler, run
+
+SUMS = 1e-5
+"""What values of about 1 may differ by: sums are float32, in another order than the reference's."""
+ROUNDED = 2**-7
+"""They may be rounded to the next bfloat16."""
+GATED = 1e-3
+"""Some of what is summed may be rounded to the next bfloat16."""
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("_on_host")]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The program of a kernel, given its name and defines; it is built once."""
+    folder = tmp_path_factory.mktemp("strips")
+
+    @functools.cache
+    def built(name: str, **defines: int) -> Path:
+        file = "-".join(map(str, (name, *defines.values())))
+        return build(folder, file, "strips.cpp", defines | {"SOURCE": f'"{name}.cu"', "KERNEL": name})
+
+    return built
+
+
+@pytest.fixture(params=[0, 1])
+def _on_host(request: pytest.FixtureRequest, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `strips` launch programs, in two orders of the threads."""
+
+    class HostKernel:
+        address = staticmethod(lambda tensor: tensor)
+        int32 = staticmethod(lambda value: struct.pack("i", value))
+        int64 = staticmethod(lambda value: struct.pack("q", value))
+
+        def __init__(self, name: str, defines: dict[str, int]) -> None:
+            self._program = program(name, **defines)
+
+        def launch(self, grid: tuple[int, int], arguments: Sequence[Tensor | bytes]) -> None:
+            _launch(self._program, struct.pack("3I", *grid, request.param), arguments)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(strips, "_compiled", strips._compiled.__wrapped__)
+    monkeypatch.setattr(strips, "CudaKernel", HostKernel)
+
+
+def _launch(program: Path, head: bytes, arguments: Sequence[Tensor | bytes]) -> None:
+    given, tensors = [head], []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            span = 1 + sum((n - 1) * step for n, step in zip(argument.shape, argument.stride(), strict=True))
+            tensors.append(argument.as_strided((span,), (1,)).view(torch.uint8))
+            given += [struct.pack("q", len(tensors[-1])), tensors[-1].numpy().tobytes()]
+        else:
+            given.append(argument)
+    written = run(program, b"".join(given))
+    assert len(written) == sum(map(len, tensors))
+    after = torch.frombuffer(bytearray(written), dtype=torch.uint8).split([len(tensor) for tensor in tensors])
+    for tensor, values in zip(tensors, after, strict=True):
+        tensor.copy_(values)
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _matrix(*shape: int, seed: int) -> Matrix:
+    """Its products are about 1, its scales unlike each other."""
+    made = reference_linear.quantise(_normal(*shape, seed=seed) / shape[-1] ** 0.5)
+    assert made.scales is not None
+    made.scales.mul_(_normal(*made.scales.shape, seed=seed).exp2_())
+    return made
+
+
+def _rows(count: int, k: int) -> Tensor:
+    x = _normal(count, k, seed=count).bfloat16()
+    if count % 2 == 0:
+        x[1] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "splits", "counts", "dtype"),
+    [
+        (40, 640, 2, (3, 4), torch.float32),
+        (200, 512, 1, (2,), torch.float32),
+        (17, 384, 3, (1,), torch.bfloat16),
+    ],
+)
+def test_products(n: int, k: int, splits: int, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows of a wider tensor, into rows of one, with NaN around both; one of two or four rows is NaN, too."""
+    weight = _matrix(n, k, seed=1)
+    for rows in counts:
+        x = torch.full((rows, k + 16), torch.nan, dtype=torch.bfloat16)[:, 8:-8]
+        x.copy_(_rows(rows, k))
+        out = torch.full((rows, n + 8), torch.nan, dtype=dtype)
+        strips.linear(x, weight, out[:, :n], splits)
+        expected, tolerance = reference_linear.linear(x, weight), SUMS if dtype == torch.float32 else ROUNDED
+        torch.testing.assert_close(out[:, :n].float(), expected, rtol=tolerance, atol=SUMS, equal_nan=True)
+        assert bool(out[:, n:].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("count", "choices", "shared", "hidden", "inner", "splits", "counts"),
+    [
+        (40, 2, True, 256, 256, 2, (3, 4)),
+        pytest.param(20, 18, False, 256, 128, 1, (2,), id="more experts than warps"),
+    ],
+)
+def test_experts(
+    count: int, choices: int, shared: bool, hidden: int, inner: int, splits: int, counts: tuple[int, ...]
+) -> None:
+    """The second row chooses what the first does; of two or four rows it is NaN."""
+    gate_up, down = _matrix(count, 2 * inner, hidden, seed=1), _matrix(count, hidden, inner, seed=2)
+    common = (_matrix(2 * inner, hidden, seed=3), _matrix(hidden, inner, seed=4)) if shared else None
+    for rows in counts:
+        x, weights = _rows(rows, hidden), _normal(rows, choices, seed=6).abs()
+        chosen = _normal(rows, count, seed=rows).argsort(1)[:, :choices].sort(1).values.int()
+        chosen[-1, -1] = count - 1
+        if rows > 1:
+            chosen[1] = chosen[0]
+        slots = int(shared) + min(count, rows * choices)
+        gated = torch.full((slots, rows, inner), torch.nan, dtype=torch.bfloat16)
+        out = torch.full((rows, hidden), torch.nan)
+        strips.experts(x, chosen, weights, gate_up, down, common, out, gated, splits)
+        expected = reference_experts.experts(x, chosen, weights, gate_up, down, common)
+        torch.testing.assert_close(out, expected, rtol=GATED, atol=GATED, equal_nan=True)
