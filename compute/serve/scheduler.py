@@ -198,14 +198,15 @@ class Scheduler:
             self._full_until = 0.0
 
     def _admit(self) -> None:
-        """Open the sessions of those who waited longest, as far as there is room."""
-        full = time.monotonic() < self._full_until
-        if not full:
-            self._blocked = ""
-        while self._waiting and not full:
+        """Open the session of who waited longest, if there is room: one in a turn, as nobody decodes meanwhile."""
+        waits, opened = time.monotonic() < self._full_until, False
+        self._blocked = self._blocked if waits else ""
+        while self._waiting and not waits:
             if self._admitted >= self.settings.running:
                 self._blocked = f"{self._admitted} requests run, which is the limit"
                 break
+            if opened:
+                return  # the others' turn comes
             job = self._waiting[0]
             try:
                 job.opened = self._with_daemon(partial(self.sessions.open, job.request))
@@ -219,10 +220,10 @@ class Scheduler:
                 self._end(job, Failed(error))
                 continue
             self._leave_queue(job)
-            job.prompt = job.opened.tokens
-            job.unread, job.admitted = job.opened.unread(), time.monotonic()
+            job.prompt, job.unread, job.admitted = job.opened.tokens, job.opened.unread(), time.monotonic()
             job.turn = min((other.turn for other in self._reading), default=0.0)
             self._reading.append(job)
+            opened = True
         for place, job in enumerate(self._waiting, 1):
             job.tell(Queued(place, self._blocked))
 

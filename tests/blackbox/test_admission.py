@@ -64,6 +64,7 @@ def test_what_does_not_fit_beside_others_waits_in_its_place(
     assert scheduler.status().idle_sessions == 1
     numbers = [scheduler.submit(Request(prompt(64, index), third), client) for index, client in enumerate(clients)]
     until(scheduler, lambda: bool(clients[1].tokens))
+    scheduler.turn()
     queued = clients[2].events[-1]
     assert isinstance(queued, Queued)
     assert queued.place == 1
@@ -119,6 +120,7 @@ def test_the_next_in_the_queue_is_tried_when_the_first_has_left_it(
         for tenths, client in zip((6, 6, 2), clients, strict=True)
     ]
     until(scheduler, lambda: bool(clients[0].tokens))
+    scheduler.turn()
     assert [isinstance(client.events[-1], Queued) for client in clients] == [False, True, True]
     scheduler.cancel(numbers[1])
     until(scheduler, lambda: bool(clients[2].tokens))
