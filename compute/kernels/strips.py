@@ -26,18 +26,18 @@ _STRIP = 16
 _LINEAR_WARPS = 8
 """Of a block of `linear`, at least, where a strip has fewer splits than that."""
 _MOST_WARPS = 16
+"""Of a block, whose shared memory has room for these."""
 _STAGES = {1: 3, 2: 3, 4: 2}
 """By the rows that there is room for: as many as let 24 warps or more share a multiprocessor."""
-
 _LEAST_OF_GATE_UP = 60 << 10
 """Shared memory of a block, so that a multiprocessor holds three: the 1,152 of nine experts are three rounds then."""
 
 
-def fits_strips(x: Tensor, weight: Matrix) -> bool:
-    """Whether products of ``x`` [M, K] with an e4m3 ``weight`` [.., N, K] can be done here."""
+def fits_strips(x: Tensor, weight: Matrix, splits: int) -> bool:
+    """Whether products of ``x`` [M, K] with an e4m3 ``weight`` [.., N, K], in ``splits``, can be done here."""
     if INTERPRETED or not x.is_cuda or weight.scales is None or torch.version.hip is not None:
         return False
-    if not 0 < x.shape[0] <= MOST_ROWS or x.shape[1] % BLOCK or x.dtype != torch.bfloat16:
+    if not 0 < x.shape[0] <= MOST_ROWS or x.shape[1] % BLOCK or x.dtype != torch.bfloat16 or splits > _MOST_WARPS:
         return False
     if x.data_ptr() % 16 or x.stride(0) % 8 or weight.values.data_ptr() % 16:
         return False

@@ -77,7 +77,7 @@ def few_rows(
     if not scratch.holds(gated_floats + floats, max(slots * tiles, down_tiles)):
         return False
     gated = scratch.memory[:gated_floats].view(torch.bfloat16)
-    if strips.fits_strips(x, gate_up) and inner % BLOCK == 0 and count <= strips.MOST_EXPERTS:
+    if strips.fits_strips(x, gate_up, 2 * first.splits) and inner % BLOCK == 0 and count <= strips.MOST_EXPERTS:
         few = gated[: slots * rows * inner]
         strips.experts(x, chosen, weights, gate_up, down, shared, out, few, first.splits)
         return True

@@ -48,7 +48,7 @@ def test_products(monkeypatch: pytest.MonkeyPatch, n: int, k: int, splits: int, 
     for rows in (1, 2, 3, 4):
         x = wide[1 : 1 + rows, 8:-8]
         x.copy_(_normal(rows, k, seed=rows))
-        assert strips.fits_strips(x, weight)
+        assert strips.fits_strips(x, weight, 4)
         results = []
         for _ in range(AGAIN):
             out = torch.full((rows + 2, n + 8), torch.nan, dtype=dtype, device=DEVICE)
@@ -101,12 +101,13 @@ def test_what_does_not_fit_goes_another_way() -> None:
     """Rows that are not aligned, too many of them, K that is no whole number of blocks, weights that are not e4m3."""
     weight = _matrix(64, 256, seed=1)
     x = _normal(5, 264, seed=2).bfloat16().to(DEVICE)
-    assert strips.fits_strips(x[:4, :256], weight)
-    assert not strips.fits_strips(x[:4, 1:257], weight)
-    assert not strips.fits_strips(x[:, :256], weight)
-    assert not strips.fits_strips(x[:0, :256], weight)
-    assert not strips.fits_strips(x[:4, :192], _matrix(64, 192, seed=1))
-    assert not strips.fits_strips(x[:4, :256], Matrix(_normal(64, 256, seed=1).bfloat16().to(DEVICE)))
+    assert strips.fits_strips(x[:4, :256], weight, 4)
+    assert not strips.fits_strips(x[:4, 1:257], weight, 4)
+    assert not strips.fits_strips(x[:, :256], weight, 4)
+    assert not strips.fits_strips(x[:4, :256], weight, 17)
+    assert not strips.fits_strips(x[:0, :256], weight, 4)
+    assert not strips.fits_strips(x[:4, :192], _matrix(64, 192, seed=1), 4)
+    assert not strips.fits_strips(x[:4, :256], Matrix(_normal(64, 256, seed=1).bfloat16().to(DEVICE)), 4)
     out = torch.empty(4, 64, device=DEVICE)
     linear(x[:4, 1:257], weight, out, Workspace(8, DEVICE, kernels="triton"))
     exact = x[:4, 1:257].double() @ reference_linear.dequantise(weight).double().T
