@@ -128,6 +128,22 @@ def test_the_next_in_the_queue_is_tried_when_the_first_has_left_it(
     scheduler.run()
 
 
+def test_one_session_is_opened_in_a_turn(worker: Worker) -> None:
+    """Opening takes time in which nobody decodes. Those whose turn comes next are not told that they wait."""
+    scheduler = Scheduler(worker, SETTINGS)
+    clients = [Client() for _ in range(3)]
+    for index, client in enumerate(clients):
+        scheduler.submit(Request(prompt(10, index), 100), client)
+    waiting = []
+    for _ in clients:
+        scheduler.turn()
+        waiting.append(scheduler.status().queued)
+    assert waiting == [2, 1, 0]
+    assert not any(isinstance(event, Queued) for client in clients for event in client.events)
+    scheduler.stop()
+    scheduler.run()
+
+
 def test_short_prompts_are_not_held_up_by_a_long_one(worker: Worker) -> None:
     scheduler = Scheduler(worker, SETTINGS)
     long, short = Client(), Client()
