@@ -1,11 +1,10 @@
 // Which experts rows chose: see strips.py.
 //
-// Defined by whoever compiles it, too: CHOICES of each row; SHARED, whether there is a shared expert, slot 0.
+// Defined by whoever compiles it, too: CHOICES of each row; SHARED, whether there is a shared expert, slot 0;
+// MOST_EXPERTS that there can be.
 #pragma once
 
 #include "strips.cuh"
-
-constexpr int MOST_EXPERTS = 1024;
 
 // The experts that any row chose, by number.
 class Chosen {

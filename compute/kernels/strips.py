@@ -21,7 +21,6 @@ SOURCES = ("strip_linear", "strip_gate_up", "strip_down")
 MOST_ROWS = 4
 """With more, each warp would copy more of ``x`` than of the weight."""
 MOST_EXPERTS = 1024
-"""As in ``strip_experts.cuh``."""
 _STRIP = 16
 _LINEAR_WARPS = 8
 """Of a block of `linear`, at least, where a strip has fewer splits than that."""
@@ -119,11 +118,11 @@ def _compiled(name: str, _device: int, **defines: int) -> CudaKernel:
 
 
 def launch_defines(defines: dict[str, int]) -> dict[str, int]:
-    """``defines`` with ``STAGES`` and ``SHARED_BYTES``, which follow from the others."""
+    """``defines`` with those that follow from them, or are the same for all."""
     rows, warps = defines["ROWS"], defines["THREADS"] // 32
     stages = _STAGES[rows] * (_STRIP + 2 * rows) * BLOCK
     outputs = rows * (1 + defines.get("CHOICES", 0)) * _STRIP * 4
     shared_bytes = warps * (stages + rows * _STRIP * 4) + outputs + MOST_EXPERTS // 8
     if "SPLITS" in defines and "CHOICES" in defines:
         shared_bytes = max(shared_bytes, _LEAST_OF_GATE_UP)
-    return defines | {"STAGES": _STAGES[rows], "SHARED_BYTES": shared_bytes}
+    return defines | {"STAGES": _STAGES[rows], "MOST_EXPERTS": MOST_EXPERTS, "SHARED_BYTES": shared_bytes}

@@ -15,7 +15,9 @@ from tests.conftest import CUDA
 from tests.kernels.pages import DEVICE
 
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+needs_hopper = pytest.mark.skipif(
+    not HOPPER, reason="needs a GPU of compute capability 9.0: others use the Triton kernels"
+)
 AGAIN = 20
 """Runs that must all give the same: warps go their own ways."""
 
