@@ -9,7 +9,6 @@ reads through a ring of pinned buffers, each with an event; nothing that a step 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,16 +22,16 @@ from compute.decode.weights import DecodeWeights
 from compute.history import History
 from compute.kernels.choice import KernelsName
 from compute.step import AttentionStep, Choose, Model, Overlap, StepInputs, StepShape
-from protocol.errors import InvalidValue, PeerLost
+from protocol.errors import InvalidValue
 from protocol.layout import PageFormat
-
-_POLL_S = 20e-6
 
 READ_AHEAD = 4
 """Steps whose outputs may be unread at a time."""
 
 Hook = Callable[[int], None]
 """Called with the batch; enqueues."""
+WaitUntil = Callable[[Callable[[], bool]], None]
+"""Returns once what it is called with is true; raises `PeerLost` where that is not in time."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class StepOutput:
 
     report: Tensor
     event: torch.cuda.Event | None
-    limit_s: float | None = None
-    """How long a step may take, where it depends on other ranks."""
+    wait_until: WaitUntil | None = None
 
     def wait(self) -> tuple[list[list[int]], list[int]]:
         """Of each place: the token sampled behind each of its rows, and how many of the rows stay.
@@ -50,8 +48,8 @@ class StepOutput:
         Raises `PeerLost` where a step that depends on other ranks is not done in time.
         """
         if self.event is not None:
-            if self.limit_s is not None:
-                _wait_for(self.event, self.limit_s)
+            if self.wait_until is not None:
+                self.wait_until(self.event.query)
             self.event.synchronize()
         values = self.report.tolist()
         return [row[:-1] for row in values], [row[-1] for row in values]
@@ -121,8 +119,8 @@ class DecodeStep(Model):
         self.sampler = Sampler(places, device)
         self.sampling = False
         """Whether steps from now on are recorded with the sampler; greedy ones do not pay for it."""
-        self.limit_s: float | None = None
-        """How long a step may take: set where it depends on other ranks."""
+        self.wait_until: WaitUntil | None = None
+        """Set where a step depends on other ranks, and may never be done."""
         self._anchors = {group.first_layer: index for index, group in enumerate(main)}
 
     @property
@@ -175,7 +173,7 @@ class DecodeStep(Model):
         event = self._events[turn]
         if event is not None:
             event.record()
-        return StepOutput(self._read[turn], event, self.limit_s)
+        return StepOutput(self._read[turn], event, self.wait_until)
 
     # What `compute.step` calls
 
@@ -219,15 +217,6 @@ class DecodeStep(Model):
         active = self.attention.positions[:batch, 0] >= 0
         self.tokens[:batch, 0] = torch.where(active, self.sampled[:batch, 0], self.tokens[:batch, 0])
         self.accepted[:batch] = active.long()
-
-
-def _wait_for(event: torch.cuda.Event, limit_s: float) -> None:
-    """Return when the event has come. A collective whose peer is gone never ends, and cannot be waited for blindly."""
-    deadline = time.monotonic() + limit_s
-    while not event.query():
-        if time.monotonic() > deadline:
-            raise PeerLost(f"a step was not done within {limit_s:g} s: another rank is gone or stuck", during="a step")
-        time.sleep(_POLL_S)
 
 
 def inputs_of(inputs: StepInputs, layer: int, group: int, batch: int) -> LayerInputs:

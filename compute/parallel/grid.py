@@ -7,6 +7,7 @@ node. ``torchrun`` says who this process is (``RANK``, ``WORLD_SIZE``, ``LOCAL_R
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,11 +18,13 @@ from typing import Self
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from compute.parallel.lifeline import GRACE_S, Lifeline
 from compute.parallel.peers import Peers
 from protocol.errors import InvalidValue, PeerLost
 
 START_TIMEOUT_S = 600.0
 """How long ranks wait for each other at the start: weights take as long as the slowest disk."""
+_POLL_S = 20e-6
 
 
 @dataclass(frozen=True)
@@ -100,19 +103,21 @@ class Grid:
             store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=start_limit))
             dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world, timeout=start_limit)
             assert dist.group.WORLD is not None
-            self._world = Peers(dist.group.WORLD, range(place.world), start_timeout_s)
+            self._lifeline = Lifeline(store, place.rank, place.world, start_timeout_s)
+            lost = self._lifeline.lost
+            self._world = Peers(dist.group.WORLD, range(place.world), start_timeout_s, lost)
 
             def own(groups: list[range], backend: str) -> Peers:
                 """This rank's of ``groups``, all of which every rank makes, in one order."""
                 made = [(dist.new_group(list(ranks), backend=backend, timeout=limit), ranks) for ranks in groups]
-                return next(Peers(group, ranks, timeout_s) for group, ranks in made if place.rank in ranks)
+                return next(Peers(group, ranks, timeout_s, lost) for group, ranks in made if place.rank in ranks)
 
             every, tensor = range(place.world), place.tensor
             self.control = own([every], "gloo")
             self.shards = own([every[first : first + tensor] for first in every[::tensor]], backend)
             self.stages = own([every[shard::tensor] for shard in range(tensor)], backend)
             store.set_timeout(limit)  # NCCL's ranks find each other through it, when they first need each other
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             reason = str(error).splitlines()[0]
             raise PeerLost(
@@ -125,6 +130,20 @@ class Grid:
     def wait_for_all(self) -> None:
         """Return when every rank is here, however long its weights took; within the time-out of the start."""
         self._world.exchange(b"")
+
+    def wait_for_step(self, done: Callable[[], bool]) -> None:
+        """Return when a step is ``done``. Raises `PeerLost` if that is not in time, or a rank is lost meanwhile.
+
+        A collective whose peer is gone never ends, and cannot be waited for blindly.
+        """
+        lost = self._lifeline.lost
+        if not _poll(lambda: done() or lost.done(), self.timeout_s):
+            reason = f"nothing came within {self.timeout_s:g} s"
+        elif not _poll(done, GRACE_S):
+            reason = f"rank {lost.result()} has ended"
+        else:
+            return
+        raise PeerLost(f"rank {self.place.rank} lost a peer in a step: {reason}", rank=self.place.rank, during="a step")
 
     def abort(self, give_up: Callable[[], None]) -> None:
         """End what is under way with peers that are lost. The connections are of no more use.
@@ -142,6 +161,7 @@ class Grid:
 
     def close(self) -> None:
         """End the connections; the others see that."""
+        self._lifeline.close()
         if dist.is_initialized() and not self._aborted:
             dist.destroy_process_group()
 
@@ -150,3 +170,13 @@ class Grid:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _poll(done: Callable[[], bool], limit_s: float) -> bool:
+    """Whether ``done`` within ``limit_s``."""
+    deadline = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

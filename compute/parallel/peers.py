@@ -1,18 +1,20 @@
 """What the ranks of one process group say to each other, with a time-out, and an error that says who asked for what.
 
-A dead process is seen at once, by the end of its connections; a cut link when nothing has come for ``timeout_s``. After
-`PeerLost` the group is of no more use.
+A dead process is seen at once, by the end of its connections or by its `Lifeline`; a cut link when nothing has come for
+``timeout_s``. After `PeerLost` the group is of no more use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compute.parallel.lifeline import GRACE_S
 from protocol.errors import PeerLost
 
 _FRAME = 1024
@@ -24,12 +26,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Peers:
-    """The processes of ``ranks``, this one included. Not for use by several threads at once."""
+    """The processes of ``ranks``, this one included. Not for use by several threads at once.
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float) -> None:
+    ``lost`` comes to the rank that is the first to be gone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float, lost: Future[int]) -> None:
         self.ranks = tuple(ranks)
         self.timeout_s = timeout_s
-        self._group = group
+        self._group, self._lost = group, lost
+        # gloo cannot be told to stop waiting, so another thread waits with it; a GPU's collectives are only enqueued.
+        waits = dist.get_backend(group) != "nccl"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvd-peers") if waits else None
         self._own = dist.get_rank()
         self.index = self.ranks.index(self._own)
         """This process's place among ``ranks``."""
@@ -41,23 +49,21 @@ class Peers:
 
     def all_gather(self, part: Tensor, out: Tensor) -> None:
         """``part`` of every process, in their order, into ``out`` [len(self), *part.shape]; both contiguous."""
-        with self._asking("an all-gather"):
-            _all_gather(out.view(-1), part.view(-1), group=self._group)
+        self._ask("an all-gather", lambda: _all_gather(out.view(-1), part.view(-1), group=self._group))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Have ``tensor`` be what it is in the process at place ``source``."""
-        with self._asking("a broadcast"):
-            dist.broadcast(tensor, self.ranks[source], group=self._group)
+        self._ask("a broadcast", lambda: dist.broadcast(tensor, self.ranks[source], group=self._group))
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send to the process at place ``to``."""
-        with self._asking(f"sending to rank {self.ranks[to]}"):
-            dist.send(tensor, self.ranks[to], group=self._group)
+        rank = self.ranks[to]
+        self._ask(f"sending to rank {rank}", lambda: dist.send(tensor, rank, group=self._group))
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill ``tensor`` with what the process at place ``source`` sends."""
-        with self._asking(f"receiving from rank {self.ranks[source]}"):
-            dist.recv(tensor, self.ranks[source], group=self._group)
+        rank = self.ranks[source]
+        self._ask(f"receiving from rank {rank}", lambda: dist.recv(tensor, rank, group=self._group))
 
     def abort(self) -> None:
         """End collectives of a GPU that a lost peer keeps from ending; gloo's end by themselves."""
@@ -92,19 +98,26 @@ class Peers:
         length = _LENGTH + _length_of(frame)
         return _message_of(frame if length <= _FRAME else shared(length))
 
-    @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
+    def _ask(self, what: str, call: Callable[[], object]) -> None:
         try:
-            yield
+            if self._thread is None:
+                call()
+                return
+            asked: Future[Any] = self._thread.submit(torch.inference_mode()(call))
+            wait([asked, self._lost], return_when=FIRST_COMPLETED)
+            asked.result(GRACE_S if self._lost.done() else None)
+            return
+        except TimeoutError:
+            reason = f"rank {self._lost.result()} has ended"
         except RuntimeError as error:  # what torch.distributed raises, whatever the transport
-            others = [rank for rank in self.ranks if rank != self._own]
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise PeerLost(
-                f"rank {self._own} lost one of its peers {', '.join(map(str, others))} in {what}, with a time-out of "
-                f"{self.timeout_s:g} s: {reason}",
-                rank=self._own,
-                during=what,
-            ) from None
+        others = ", ".join(str(rank) for rank in self.ranks if rank != self._own)
+        raise PeerLost(
+            f"rank {self._own} lost one of its peers {others} in {what}, with a time-out of {self.timeout_s:g} s: "
+            f"{reason}",
+            rank=self._own,
+            during=what,
+        )
 
 
 def _framed(message: bytes, size: int) -> Tensor:

@@ -141,7 +141,7 @@ class ParallelWorker(Worker):
                 kernels=self.kernels,
             )
             self._recorded.add(made)
-        step.limit_s = self.grid.timeout_s
+        step.wait_until = self.grid.wait_for_step
         return made
 
     def _first_token(self, hidden: Tensor) -> int:

@@ -396,3 +396,27 @@ def limits(rank: int, say: Say) -> list[float]:
         store: Any = _get_default_store()
         found = [store.timeout, *(group.options._timeout for group in groups)]
     return [limit.total_seconds() for limit in found]
+
+
+def ends_unseen(rank: int, say: Say, *, timeout_s: float) -> str:
+    """Rank 1 is gone by its lifeline alone, as where gloo or NCCL have not seen it; what rank 0 waits for then."""
+    with Grid(Place.of_environment(1, 2, os.environ), device="cpu", timeout_s=timeout_s) as grid:
+        grid.control.exchange(b"")
+        if rank:
+            grid._lifeline.close()
+            time.sleep(2 * timeout_s)
+            raise AssertionError("rank 0 is to be done before")
+        step = refusal(lambda: grid.wait_for_step(lambda: False))
+        with torch.inference_mode():
+            control = refusal(lambda: grid.control.exchange(b""))
+        say([step, control])
+    return ""
+
+
+def steps_end(rank: int, say: Say) -> list[str]:
+    """A step that is done, and one that is not, with nobody lost."""
+    with Grid(Place.of_environment(1, 2, os.environ), device="cpu", timeout_s=0.5) as grid:
+        done = iter([False, False, True, True])
+        found = [refusal(lambda: grid.wait_for_step(lambda: next(done))), refusal(lambda: grid.wait_for_step(bool))]
+        grid.control.exchange(b"")
+    return found
