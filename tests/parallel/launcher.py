@@ -1,7 +1,8 @@
 """Ranks as processes, started in a fraction of a second: a launcher that has imported everything forks them.
 
 `Launcher` runs ``python -m tests.parallel.launcher``, in a network namespace if one is given. A rank runs a function of
-`tests.parallel.scenarios` and prints JSON lines: what it says on its way, and what came of it.
+`tests.parallel.scenarios` or `tests.parallel.grid_scenarios` and prints JSON lines: what it says on its way, and what
+came of it.
 """
 
 from __future__ import annotations
@@ -195,7 +196,9 @@ def say(**fact: Any) -> None:
 
 
 def _serve() -> None:
-    from tests.parallel import scenarios
+    from tests.parallel import grid_scenarios, scenarios
+
+    known = vars(scenarios) | vars(grid_scenarios)
 
     say(kind="ready")
     running: dict[int, dict[str, int]] = {}
@@ -213,7 +216,7 @@ def _serve() -> None:
                 for rank in order["ranks"]:
                     pid = os.fork()
                     if not pid:
-                        _be(rank, order, getattr(scenarios, order["scenario"]))
+                        _be(rank, order, known[order["scenario"]])
                     running[pid] = {"run": order["run"], "rank": rank}
                     say(kind="started", pid=pid, **running[pid])
         for pid in [pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 import compute.decode.decoder
 import compute.decode.mtp
@@ -387,36 +386,3 @@ def scratch(rank: int, say: Say) -> list[int]:
         split = Split(grid.shards, config, torch.device("cpu"))
         kept = [[one for one in vars(split.for_rows(rows)).values() if isinstance(one, Tensor)] for rows in (64, 4096)]
     return [sum(one.numel() for one in found) - 2 * rows for found, rows in zip(kept, (64, 4096), strict=True)]
-
-
-def limits(rank: int, say: Say) -> list[float]:
-    """How long a rank waits for others, in seconds, whatever it waits for."""
-    with Grid(Place.of_environment(1, 2, os.environ), device="cpu", timeout_s=7.0) as grid:
-        groups = [peers._group._get_backend(torch.device("cpu")) for peers in (grid.control, grid.shards, grid.stages)]
-        store: Any = _get_default_store()
-        found = [store.timeout, *(group.options._timeout for group in groups)]
-    return [limit.total_seconds() for limit in found]
-
-
-def ends_unseen(rank: int, say: Say, *, timeout_s: float) -> str:
-    """Rank 1 is gone by its lifeline alone, as where gloo or NCCL have not seen it; what rank 0 waits for then."""
-    with Grid(Place.of_environment(1, 2, os.environ), device="cpu", timeout_s=timeout_s) as grid:
-        grid.control.exchange(b"")
-        if rank:
-            grid._lifeline.close()
-            time.sleep(2 * timeout_s)
-            raise AssertionError("rank 0 is to be done before")
-        step = refusal(lambda: grid.wait_for_step(lambda: False))
-        with torch.inference_mode():
-            control = refusal(lambda: grid.control.exchange(b""))
-        say([step, control])
-    return ""
-
-
-def steps_end(rank: int, say: Say) -> list[str]:
-    """A step that is done, and one that is not, with nobody lost."""
-    with Grid(Place.of_environment(1, 2, os.environ), device="cpu", timeout_s=0.5) as grid:
-        done = iter([False, False, True, True])
-        found = [refusal(lambda: grid.wait_for_step(lambda: next(done))), refusal(lambda: grid.wait_for_step(bool))]
-        grid.control.exchange(b"")
-    return found
