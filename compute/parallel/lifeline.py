@@ -75,7 +75,12 @@ class Lifeline:
             store.set(_KEY, f"{server.getsockname()[1]} {secret.hex()}")
             while len(self._ends) < world - 1:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
-                connection, _ = server.accept()
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    missing = sorted(set(range(1, world)) - set(self._ends.values()))
+                    ranks, port = ", ".join(map(str, missing)), server.getsockname()[1]
+                    raise TimeoutError(f"of ranks {ranks} nothing came to port {port} of rank 0") from None
                 connection.settimeout(GRACE_S)
                 greeting = b""
                 with suppress(OSError), connection.makefile("rb") as stream:
@@ -88,8 +93,11 @@ class Lifeline:
 
     def _connect(self, store: Store, deadline: float) -> None:
         port, secret = store.get(_KEY).decode().split()
-        left_s = max(deadline - time.monotonic(), 0.001)
-        connection = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), timeout=left_s)
+        host, left_s = os.environ["MASTER_ADDR"], max(deadline - time.monotonic(), 0.001)
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=left_s)
+        except OSError as error:
+            raise OSError(f"rank 0 is not reached at {host}, port {port}: {error}") from None
         self._ends[connection] = 0
         connection.sendall(_GREETING.pack(bytes.fromhex(secret), self._rank))
 

@@ -72,8 +72,11 @@ def test_a_stranger_is_not_taken_for_a_rank() -> None:
 
 
 def test_ranks_that_do_not_come_are_not_waited_for_longer() -> None:
-    with pytest.raises(TimeoutError):
-        Lifeline(HashStore(), 0, 2, 0.05)
+    store = HashStore()
+    with pytest.raises(TimeoutError, match=r"^of ranks 1, 2 nothing came to port \d+ of rank 0$"):
+        Lifeline(store, 0, 3, 0.05)
+    with pytest.raises(OSError, match=r"^rank 0 is not reached at 127\.0\.0\.1, port \d+: .*refused"):
+        Lifeline(store, 1, 3, 1.0)
 
 
 def test_one_rank_needs_no_connection() -> None:
