@@ -162,6 +162,8 @@ class Grid:
     def close(self) -> None:
         """End the connections; the others see that."""
         self._lifeline.close()
+        for peers in (self._world, self.control, self.shards, self.stages):
+            peers.close()
         if dist.is_initialized() and not self._aborted:
             dist.destroy_process_group()
 

@@ -70,6 +70,11 @@ class Peers:
         if dist.get_backend(self._group) == "nccl":
             self._group.abort()
 
+    def close(self) -> None:
+        """Nothing more is asked. A call that still waits does so until its time-out, and then ends its thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
     # Messages; for groups whose tensors are in host memory
 
     def exchange(self, message: bytes) -> list[bytes]:
