@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def act() -> int:
         arguments = parser().parse_args(argv)
-        if arguments.command != "generate" or not is_parallel(arguments):
+        can_be_parallel = arguments.command == "generate" or arguments.pipeline_parallel == 1
+        if not (can_be_parallel and is_parallel(arguments)):
             require_one_process(arguments, os.environ)
         status: int = arguments.run(arguments)
         return status
@@ -129,27 +130,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="N",
         help="most tokens that a new session may ever hold (default: those of this run, or 512)",
     )
-    add(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="cut heads and experts into N shards, each on a rank of its own; under torchrun (default %(default)s)",
-    )
-    add(
-        "--pipeline-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="cut the layers into N stages, each of so many shards; under torchrun (default %(default)s)",
-    )
-    add(
-        "--peer-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="longest wait for another rank in the middle of its work, in seconds (default %(default)s)",
-    )
+    model_arguments.configure_ranks(parser, stages=True)
     add("--keep", action="store_true", help="leave the session stored when done")
     add("--save", action="store_true", help="write the session to disk when done, on the nodes of all ranks")
     add("--restore", action="store_true", help="with --continue: bring NAME back from disk first, on all nodes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from pathlib import Path
 from typing import TypedDict
 
@@ -62,6 +62,36 @@ def configure(parser: ArgumentParser) -> None:
         help=f"tokens prefilled at a time (default: {GPU_CHUNK} on a GPU, else {CPU_CHUNK})",
     )
     add("--daemon-timeout", type=float, default=60.0, metavar="S", help="longest wait for it (default %(default)s)")
+
+
+def configure_ranks(parser: ArgumentParser, *, stages: bool) -> None:
+    """Add how the model is spread over ranks. Without ``stages`` of layers, their argument is there to be refused by a
+    better error than that nobody knows it.
+    """
+    add = parser.add_argument
+    add(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut heads and experts into N shards, each on a rank of its own; under torchrun (default %(default)s)",
+    )
+    add(
+        "--pipeline-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut the layers into N stages, each of so many shards; under torchrun (default %(default)s)"
+        if stages
+        else SUPPRESS,
+    )
+    add(
+        "--peer-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="longest wait for another rank in the middle of its work, in seconds (default %(default)s)",
+    )
 
 
 def hot_rows_of(arguments: Namespace, config: ModelConfig, drafts: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # else imported where they are used: the reference decoder ne
     from compute.decode.weights import DecodeWeights
 
 Progress = Callable[[int, int], None]
+_T = TypeVar("_T")
 
 WARM_AFTER = 3
 """Tokens after which what a step needs of the device is there."""
@@ -63,6 +64,7 @@ class Worker(Histories):
 
     reports = True
     """Whether this process says what comes of its work: one of several ranks does."""
+    ranks = 1
     _layers: tuple[int, int] | None = None
     """The first layer and the end of those that are here, if not all are."""
     _part = b""
@@ -252,7 +254,11 @@ class Worker(Histories):
 
     def barrier(self, history: History) -> None:
         """Return when every row of ``history``, whose last row is the last that was appended, is committed."""
-        history.barrier(self.last_hidden)
+        self.commit(history, self.last_hidden)
+
+    def commit(self, history: History, hidden: Tensor | None) -> None:
+        """Return when every row of ``history`` is committed; ``hidden`` [hidden size] is the last one's, if known."""
+        history.barrier(hidden)
 
     def end(self, history: History, *, keep: bool = False) -> None:
         """Give its memory back; with ``keep`` the session stays stored."""
@@ -269,6 +275,18 @@ class Worker(Histories):
         """Have what was saved as ``name`` be a stored session."""
         encoding = self.format.encoding.name
         self.client.restore_session(self._name(name), fingerprint=self.fingerprint, encoding=encoding)
+
+    def end_stored(self, name: str) -> None:
+        """End a session that nobody holds. Raises `UnknownSession`, or `SessionBusy` where somebody does."""
+        self._opened(name).close()
+
+    def together(self, act: Callable[[], _T]) -> _T:
+        """What ``act`` gives; where there are several ranks, once it has gone well on all, else one's error on all."""
+        return act()
+
+    def shared(self, value: _T, kind: Any) -> _T:  # noqa: ARG002
+        """``value``, which is a ``kind``; where there are several ranks, rank 0's."""
+        return value
 
     def stat(self) -> NodeStats:
         """The daemon's statistics."""

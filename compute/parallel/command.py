@@ -1,4 +1,4 @@
-"""``kvd-worker generate`` on several ranks: its arguments, and the worker that it runs on."""
+"""``kvd-worker`` on several ranks: its arguments, and the worker that it runs on."""
 
 from __future__ import annotations
 
@@ -37,9 +37,26 @@ def require_one_process(arguments: argparse.Namespace, environment: Mapping[str,
             raise InvalidValue(
                 f"ranks of kvd-worker {arguments.command}",
                 ranks,
-                "1; on several there is kvd-worker generate with --tensor-parallel or --pipeline-parallel, "
+                "1; on several there are serve with --tensor-parallel, and generate with that or --pipeline-parallel, "
                 "under torchrun",
             )
+
+
+@contextmanager
+def open_grid(arguments: argparse.Namespace, alike: Mapping[str, object]) -> Iterator[Grid]:
+    """The ranks' connections. Raises `InvalidValue` on all of them where ``alike`` is not the same on all."""
+    place = Place.of_environment(arguments.tensor_parallel, arguments.pipeline_parallel, os.environ)
+    with Grid(place, device=place.device(arguments.device), timeout_s=arguments.peer_timeout) as grid:
+        Team(grid.control, place.tensor).agree({name: str(value) for name, value in alike.items()})
+        yield grid
+
+
+def open_worker(
+    arguments: argparse.Namespace, config: ModelConfig, encoding: Encoding, grid: Grid, **options: Any
+) -> ParallelWorker:
+    """The worker of this rank."""
+    options["dtype"] = arguments.dtype or "bf16"
+    return ParallelWorker(arguments.run_dir, grid.place.device(arguments.device), config, encoding, grid, **options)
 
 
 @contextmanager
@@ -53,13 +70,9 @@ def open_ranks(
     """The worker of this rank, and rank 0's prompt, without which none of them loads weights."""
     if arguments.on_daemon_loss == "wait":
         raise InvalidValue("--on-daemon-loss", "wait", "fail, with several ranks")
-    place = Place.of_environment(arguments.tensor_parallel, arguments.pipeline_parallel, os.environ)
-    device = place.device(arguments.device)
-    options["dtype"] = arguments.dtype or "bf16"
-    with Grid(place, device=device, timeout_s=arguments.peer_timeout) as grid:
-        team = Team(grid.control, place.tensor)
-        team.agree({f"argument {name}": str(getattr(arguments, name)) for name in _ALIKE})
-        prompt = team.together(lambda: read_prompt() if place.rank == 0 else [])
+    with open_grid(arguments, {f"argument {name}": getattr(arguments, name) for name in _ALIKE}) as grid:
+        team = Team(grid.control, grid.place.tensor)
+        prompt = team.together(lambda: read_prompt() if grid.place.rank == 0 else [])
         prompt = team.share(prompt, list[int])
-        with ParallelWorker(arguments.run_dir, device, config, encoding, grid, **options) as worker:
+        with open_worker(arguments, config, encoding, grid, **options) as worker:
             yield worker, prompt

@@ -69,7 +69,7 @@ class ParallelWorker(Worker):
         if mtp and place.pipeline > 1:
             raise InvalidValue("MTP depth with pipeline stages", mtp, "0")
         self.grid, self.team = grid, Team(grid.control, place.tensor)
-        self.reports = place.rank == 0
+        self.reports, self.ranks = place.rank == 0, place.world
         self._stage = Stage(grid.stages) if place.pipeline > 1 else None
         first, end = self._layers = cut_layers(config.index_groups(), place.pipeline)[place.stage]
         self._part = b""
@@ -155,10 +155,10 @@ class ParallelWorker(Worker):
 
     # Histories: each step on all ranks or on none
 
-    def barrier(self, history: History) -> None:
+    def commit(self, history: History, hidden: Tensor | None) -> None:
         """Return when every row is committed on every stage: by the owners, and then by those who view that."""
         for owners in (True, False):
-            self._in_turn(owners, lambda: super(ParallelWorker, self).barrier(history))
+            self._in_turn(owners, lambda: super(ParallelWorker, self).commit(history, hidden))
 
     def end(self, history: History, *, keep: bool = False) -> None:
         """Give its memory back on all ranks. Nobody begins before every daemon has answered and every page is at home,
@@ -173,6 +173,19 @@ class ParallelWorker(Worker):
         self.team.together(settle)
         for owners in (False, True):
             self._in_turn(owners, lambda: history.close(keep=keep))
+
+    def end_stored(self, name: str) -> None:
+        """As `Worker.end_stored`, on every stage."""
+        self.team.together(
+            lambda: self._if_owner(lambda: super(ParallelWorker, self)._opened(name).close()),
+        )
+
+    def together(self, act: Callable[[], _T]) -> _T:
+        return self.team.together(act)
+
+    def shared(self, value: _T, kind: Any) -> _T:
+        shared: _T = self.team.share(value if self.reports else None, kind)
+        return shared
 
     def save(self, history: History) -> list[Saved]:
         """Write every stage's part to the disk of its node; what was written, stage by stage.

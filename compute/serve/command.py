@@ -13,6 +13,7 @@ EXAMPLES = """examples:
   kvd-worker serve                                             # the demo model, on 127.0.0.1:8000
   kvd-worker serve --device cuda --model /models/glm --weights /models/glm --dtype fp8 --context 1048576
   kvd-worker serve --listen unix:http.sock                     # for this user alone
+  torchrun --nproc-per-node 2 --no-python kvd-worker serve --tensor-parallel 2 --device cuda --model glm-5.3 --dtype fp8
 
   curl -N localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32, "stream": true, "session": "chat-1"}'
@@ -32,8 +33,7 @@ def configure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     model_arguments.configure(parser)
     add = parser.add_argument
-    for name in ("--tensor-parallel", "--pipeline-parallel"):  # refused by a better error than that nobody knows them
-        add(name, type=int, default=1, help=argparse.SUPPRESS)
+    model_arguments.configure_ranks(parser, stages=False)
     add("--listen", default="127.0.0.1:8000", metavar="ADDRESS", help="HOST:PORT or unix:PATH (default %(default)s)")
     add("--model-name", metavar="NAME", help="what clients call the model (default: the --model's name)")
     add(

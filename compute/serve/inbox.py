@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -57,6 +58,10 @@ class Inbox:
         with self._changed:
             self._stopping = True
             self._changed.notify()
+
+    def now(self) -> float:
+        """Seconds, of a clock that all who take from it have in common."""
+        return time.monotonic()
 
     def wait(self, seconds: float, *, busy: bool) -> bool:
         """Return when there is something to do, or after ``seconds``; at once where the scheduler is ``busy``.

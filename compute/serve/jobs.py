@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 
 from compute.serve.places import Seat
 from compute.serve.requests import FinishReason, Queued, Reading, Request, Sink, Usage
-from compute.serve.sessions import OpenSession
+from compute.serve.sessions import OpenSession, SessionSettings
 from compute.step import BATCH_SIZES
 from protocol.errors import InvalidValue
 from protocol.layout import PAGE_TOKENS
+
+Offered = tuple[list[int], FinishReason | None]
+"""The first of some tokens, up to the one that ends an answer, and why it does."""
+StepOffered = tuple[list[Offered], float]
+"""Of each place of a step, and the seconds that it took."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,10 @@ class SchedulerSettings:
         if not (self.gap_s > 0 and self.queue_s > 0 and self.idle_s >= 0):  # a NaN is none of that
             raise InvalidValue("seconds", (self.gap_s, self.queue_s, self.idle_s), "above 0; idle_s may be 0")
 
+    def of_sessions(self, slack: int) -> SessionSettings:
+        """With ``slack`` rows behind a session's last token."""
+        return SessionSettings(self.context, self.hot_rows, self.ring_pages, slack, self.idle_s, self.default_output)
+
 
 @dataclass(eq=False)
 class Job:
@@ -83,8 +92,7 @@ class Job:
             self.told = event
             self.sink.emit(event)
 
-    def offer(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The first of ``tokens``, up to the one that ends the answer, and why it does."""
+    def offer(self, tokens: list[int]) -> Offered:
         assert self.opened is not None
         for index, token in enumerate(tokens, 1):
             if token in self.request.stop_tokens or self.sink.take(token):

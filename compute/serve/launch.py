@@ -16,6 +16,8 @@ from types import FrameType
 import uvicorn
 
 from compute.model_arguments import chunk_of, hot_rows_of, model_options, ring_pages_of
+from compute.parallel.command import is_parallel, open_grid, open_worker
+from compute.parallel.grid import Place
 from compute.serve.http import Service, application
 from compute.serve.jobs import SchedulerSettings
 from compute.serve.scheduler import Scheduler
@@ -45,19 +47,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     for name, seconds in (("shutdown", arguments.shutdown_timeout), ("daemon", arguments.daemon_timeout)):
         if not seconds >= 0:
             raise InvalidValue(f"--{name}-timeout", seconds, "at least 0")
+    follows = is_parallel(arguments) and Place.of_environment(arguments.tensor_parallel, 1, os.environ).rank > 0
+    if follows:
+        with _deaf(), _worker(arguments, config, settings) as worker:
+            scheduler = Scheduler(worker, settings)
+            warm_up(worker, scheduler)
+            scheduler.run()
+        return 0
     listening = _listen(arguments.listen)
-    with (
-        listening,
-        Worker(
-            arguments.run_dir,
-            arguments.device,
-            config,
-            encoding_named(arguments.encoding),
-            dtype=arguments.dtype or "bf16",
-            daemon_wait_s=arguments.daemon_timeout,
-            **model_options(arguments, rows=settings.chunk, mtp=max(settings.depths)),
-        ) as worker,
-    ):
+    with listening, _worker(arguments, config, settings) as worker:
         scheduler = Scheduler(worker, settings)
         warm_up(worker, scheduler)
         name = arguments.model_name or Path(arguments.model).name
@@ -83,6 +81,41 @@ def _serve(arguments: argparse.Namespace) -> int:
                 scheduler.stop()
                 runner.join()
         return runner.exit_status
+
+
+@contextmanager
+def _worker(arguments: argparse.Namespace, config: ModelConfig, settings: SchedulerSettings) -> Iterator[Worker]:
+    """This process's, which may be one of several ranks."""
+    encoding = encoding_named(arguments.encoding)
+    options = model_options(arguments, rows=settings.chunk, mtp=max(settings.depths))
+    if is_parallel(arguments):
+        with (
+            open_grid(arguments, {"settings": settings}) as grid,
+            open_worker(arguments, config, encoding, grid, **options) as ranked,
+        ):
+            yield ranked
+        return
+    with Worker(
+        arguments.run_dir,
+        arguments.device,
+        config,
+        encoding,
+        dtype=arguments.dtype or "bf16",
+        daemon_wait_s=arguments.daemon_timeout,
+        **options,
+    ) as worker:
+        yield worker
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """What ends a server ends all of its ranks' processes: those that follow wait until rank 0 says so."""
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 @contextmanager

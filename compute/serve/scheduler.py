@@ -7,7 +7,8 @@ tokens allows. Requests are admitted in the order in which they came, each with 
 those being read, the one that has had the least time goes next, so that a short prompt is not held up by a long one,
 nor a long one by many short ones. A request's tokens are those that it would get alone.
 
-The worker is used by the thread in `run` only; what may be called from any thread says so.
+The worker is used by the thread in `run` only; what may be called from any thread says so. On several ranks each runs
+one (`compute.serve.ranks`); requests are submitted to rank 0's.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from compute.decode.sampler import choose_one
 from compute.serve.errors import QueueTimeout, ShuttingDown
 from compute.serve.gaps import Gaps, Stopwatch
 from compute.serve.inbox import Inbox
-from compute.serve.jobs import Job, SchedulerSettings, Status
+from compute.serve.jobs import Job, Offered, SchedulerSettings, Status, StepOffered
 from compute.serve.places import Places, Seat, rows_behind
+from compute.serve.ranks import SharedInbox
 from compute.serve.requests import Decoded, Failed, Finished, FinishReason, Queued, Reading, Request, Sink
-from compute.serve.sessions import Sessions, SessionSettings
+from compute.serve.sessions import Sessions
 from compute.serve.tuning import ChunkTuner, StepTuner
 from compute.worker import Worker
-from protocol.errors import DaemonUnavailable, InvalidValue, KvdError, OutOfCapacity
+from protocol.errors import DaemonUnavailable, InvalidValue, KvdError, OutOfCapacity, PeerLost
 from protocol.layout import PAGE_TOKENS, round_up
 
 MOST_IDLE_WAIT_S = 1.0
@@ -47,24 +49,15 @@ class Scheduler:
             raise InvalidValue("MTP depth", most, f"at most {worker.mtp}, that of the worker")
         self.settings, self._worker = settings, worker
         self._with_daemon = worker.attachment.with_daemon
+        self._inbox = Inbox() if worker.ranks == 1 else SharedInbox(worker)
+        self._now = self._inbox.now
         batch = min(settings.batch or settings.running, settings.running)
         slack = rows_behind(most)
         self.places = Places(worker, batch, round_up(settings.context + slack, PAGE_TOKENS), settings.depths)
-        self.sessions = Sessions(
-            worker,
-            SessionSettings(
-                settings.context,
-                settings.hot_rows,
-                settings.ring_pages,
-                slack,
-                settings.idle_s,
-                settings.default_output,
-            ),
-        )
+        self.sessions = Sessions(worker, settings.of_sessions(slack), self._now)
         self.steps = StepTuner(settings.depths, batch, limit=settings.batch)
         self.chunks = ChunkTuner(settings.gap_s, settings.chunk)
         self.gaps = Gaps()
-        self._inbox = Inbox()
         self._numbers = itertools.count(1)
         self._unended: dict[int, Job] = {}
         """Every request that was taken and has not been told its last event, by number."""
@@ -168,16 +161,16 @@ class Scheduler:
         for job in asked.jobs:
             try:
                 self._with_daemon(partial(self.sessions.check, job.request))
-            except DaemonUnavailable:
+            except (DaemonUnavailable, PeerLost):
                 raise
             except KvdError as error:
                 self._end(job, Failed(error))
             else:
                 self._waiting.append(job)
-        for number in asked.cancelled:
+        for number in sorted(asked.cancelled):
             if number in self._unended:
                 self._cancel(self._unended[number])
-        now = time.monotonic()
+        now = self._now()
         for place, job in enumerate(list(self._waiting), 1):
             if now - job.arrived > self.settings.queue_s:
                 self._leave_queue(job)
@@ -185,11 +178,11 @@ class Scheduler:
                 self._end(job, Failed(QueueTimeout(now - job.arrived, self.settings.queue_s, place, reason)))
 
     def _end_session(self, name: str, ended: Future[None]) -> None:
-        if not ended.set_running_or_notify_cancel():
+        if not self._worker.shared(ended.set_running_or_notify_cancel(), bool):
             return
         try:
             self._with_daemon(partial(self.sessions.end, name))
-        except DaemonUnavailable:
+        except (DaemonUnavailable, PeerLost):
             raise
         except KvdError as error:
             ended.set_exception(error)
@@ -199,7 +192,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Open the session of who waited longest, if there is room: one in a turn, as nobody decodes meanwhile."""
-        waits, opened = time.monotonic() < self._full_until, False
+        waits, opened = self._now() < self._full_until, False
         self._blocked = self._blocked if waits else ""
         while self._waiting and not waits:
             if self._admitted >= self.settings.running:
@@ -210,11 +203,11 @@ class Scheduler:
             job = self._waiting[0]
             try:
                 job.opened = self._with_daemon(partial(self.sessions.open, job.request))
-            except DaemonUnavailable:
+            except (DaemonUnavailable, PeerLost):
                 raise
             except KvdError as error:
                 if isinstance(error, OutOfCapacity) and self._admitted:  # there will be room when one of them ends
-                    self._blocked, self._full_until = error.message, time.monotonic() + RETRY_S
+                    self._blocked, self._full_until = error.message, self._now() + RETRY_S
                     break
                 self._leave_queue(job)
                 self._end(job, Failed(error))
@@ -244,7 +237,7 @@ class Scheduler:
         watch = Stopwatch(self._worker.device.torch_device, len(piece), job)
         try:
             hidden = self._worker.step(job.opened.history, piece, cached=False)[-1]
-        except DaemonUnavailable:
+        except (DaemonUnavailable, PeerLost):
             raise
         except KvdError as error:
             self._reading.remove(job)
@@ -265,7 +258,7 @@ class Scheduler:
     def _measure_piece(self, *, wait: bool) -> None:
         watch = self._piece
         assert watch is not None
-        seconds = watch.seconds(wait=wait)
+        seconds = self._worker.shared(watch.seconds(wait=wait), float | None)
         if seconds is None:
             return
         self.chunks.measured(watch.tokens, seconds)
@@ -283,7 +276,7 @@ class Scheduler:
         job.first_token = job.last_token = time.monotonic()
         job.seat = Seat(history, hidden, token, request.sampling, job.opened.max_tokens)
         job.seat.remaining -= 1
-        kept, reason = job.offer([token])
+        kept, reason = self._worker.shared(job.offer([token]), Offered)
         job.opened.log(kept)
         self._deliver(job, kept)
         if reason is None:
@@ -317,12 +310,13 @@ class Scheduler:
 
     def _read_step(self) -> None:
         step = self.places.read()
+        offered = [self._decoding[seat].offer(tokens) for seat, tokens in step.tokens]
+        offered, seconds = self._worker.shared((offered, step.seconds), StepOffered)
         count = 0
-        for seat, tokens in step.tokens:
+        for (seat, _), (kept, reason) in zip(step.tokens, offered, strict=True):
             job = self._decoding[seat]
             job.steps += 1
             assert job.opened is not None
-            kept, reason = job.offer(tokens)
             count += len(kept)
             job.opened.log(kept)  # first: settled rows may be committed at once, and each needs its token
             self.places.settle(seat, kept)
@@ -333,8 +327,8 @@ class Scheduler:
         self._counted["tokens"] += count
         self._counted["seats"] += len(step.tokens)
         if step.tokens:
-            self._step_s = step.seconds
-            self.steps.measured(step.depth, len(step.tokens), step.verified, step.seconds)
+            self._step_s = seconds
+            self.steps.measured(step.depth, len(step.tokens), step.verified, seconds)
 
     def _deliver(self, job: Job, tokens: list[int]) -> None:
         """Tell of ``tokens``, which are acknowledged."""

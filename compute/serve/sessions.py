@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,7 +21,6 @@ from compute.histories import HistorySettings
 from compute.history import History
 from compute.serve.errors import ContextExceeded
 from compute.serve.requests import Request
-from compute.session import HostSession
 from compute.worker import Worker
 from protocol.errors import OutOfCapacity, SessionBusy, StaleGeneration, UnknownSession
 from protocol.layout import PAGE_TOKENS, round_up
@@ -83,8 +82,8 @@ class OpenSession:
 class Sessions:
     """The open sessions of ``worker``: those that answer, and idle ones."""
 
-    def __init__(self, worker: Worker, settings: SessionSettings) -> None:
-        self._worker, self.settings = worker, settings
+    def __init__(self, worker: Worker, settings: SessionSettings, now: Callable[[], float] = time.monotonic) -> None:
+        self._worker, self.settings, self._now = worker, settings, now
         self.answering: dict[str, OpenSession] = {}
         self.idle: OrderedDict[str, OpenSession] = OrderedDict()
         """The longest idle first."""
@@ -95,6 +94,9 @@ class Sessions:
         """
         self._refuse_answering(request.session)
         self._room(0, len(request.prompt), request, self.settings.context)
+        self._worker.together(lambda: self._check_capacity(request))
+
+    def _check_capacity(self, request: Request) -> None:
         tokens = len(request.prompt) + (request.max_tokens or self.settings.default_output)
         needed = self._footprint(min(tokens, self.settings.context))
         for tier in self._worker.stat().tiers:
@@ -130,20 +132,20 @@ class Sessions:
         tokens, rows = opened.before
         if answered:
             opened.history.trim()
-            opened.history.barrier(hidden)
+            self._worker.commit(opened.history, hidden)
         elif opened.named and tokens:
-            _undo(opened, tokens, rows)
+            self._undo(opened, tokens, rows)
         else:
-            opened.history.close()
+            self._worker.end(opened.history)
             return
-        opened.idle_since = time.monotonic()
+        opened.idle_since = self._now()
         self.idle[opened.name] = opened
         if self.settings.idle_s == 0:
             self._let_go(opened)
 
     def expire(self) -> bool:
         """Let go of those that were idle for long enough; whether there were any."""
-        limit = time.monotonic() - self.settings.idle_s
+        limit = self._now() - self.settings.idle_s
         expired = [opened for opened in self.idle.values() if opened.idle_since <= limit]
         for opened in expired:
             self._let_go(opened)
@@ -161,10 +163,9 @@ class Sessions:
         self._refuse_answering(name)
         opened = self.idle.pop(name, None)
         if opened is not None:
-            opened.history.close()
-            return
-        worker = self._worker
-        HostSession.open(worker.attachment, name, worker.format, fingerprint=worker.fingerprint).close()
+            self._worker.end(opened.history)
+        else:
+            self._worker.end_stored(name)
 
     def close(self) -> None:
         """Let go of all that are idle."""
@@ -188,13 +189,14 @@ class Sessions:
             limit = min(self.settings.context, history.max_tokens - self.settings.slack)
             opened.max_tokens = self._room(opened.tokens, len(new), request, limit)
             opened.cached = history.length
-            history.reserve(opened.tokens - history.length + len(new) + opened.max_tokens + self.settings.slack)
+            needed = opened.tokens - history.length + len(new) + opened.max_tokens + self.settings.slack
+            self._worker.together(lambda: history.reserve(needed))
             opened.log(new)
         except BaseException:
             if before == (0, 0):
-                history.close()
+                self._worker.end(history)
             else:
-                _undo(opened, *before)
+                self._undo(opened, *before)
                 self.idle[opened.name] = opened
             raise
         return opened
@@ -207,13 +209,13 @@ class Sessions:
                 history, _ = self._worker.take_over(self._history_settings(name, self.settings.context))
             except UnknownSession:
                 return None
-            opened = OpenSession(name, True, history, idle_since=time.monotonic())
+            opened = OpenSession(name, True, history, idle_since=self._now())
         opened.before = (opened.tokens, opened.history.length)
         return opened
 
     def _begun(self, request: Request) -> OpenSession:
         """A new history, which begins with the pages of one that begins as the prompt does, where there is one."""
-        name = request.session or _own_name("request")
+        name = request.session or self._own_name("request")
         needed = len(request.prompt) + (request.max_tokens or self.settings.default_output)
         capacity = self.settings.context
         if request.session is None:
@@ -224,6 +226,8 @@ class Sessions:
         return OpenSession(name, request.session is not None, history)
 
     def _fork(self, settings: HistorySettings, tokens: Sequence[int], least: int) -> History | None:
+        if self._worker.ranks > 1:
+            return None
         try:
             return self._worker.fork_prefix(settings, tokens, least_tokens=least)
         except (UnknownSession, StaleGeneration, SessionBusy):
@@ -232,7 +236,7 @@ class Sessions:
     @contextmanager
     def scratch(self, tokens: int) -> Iterator[History]:
         """An empty history with room for so many tokens, of no request. Raises `OutOfCapacity`."""
-        history = self._worker.history(self._history_settings(_own_name("scratch"), tokens))
+        history = self._worker.history(self._history_settings(self._own_name("scratch"), tokens))
         try:
             yield history
         finally:
@@ -283,21 +287,19 @@ class Sessions:
 
     def _let_go(self, opened: OpenSession) -> None:
         del self.idle[opened.name]
-        opened.history.close(keep=opened.named)
+        self._worker.end(opened.history, keep=opened.named)
 
+    def _undo(self, opened: OpenSession, tokens: int, rows: int) -> None:
+        """Have its log and its rows as they were."""
+        history = opened.history
+        assert history.session is not None
+        if history.length > rows:
+            history.truncate(rows, logged=tokens)
+            self._worker.commit(history, None)
+        else:  # nothing was appended, so what is committed is as it was
+            history.session.state.truncate_tokens(tokens)
+            history.trim()
 
-def _undo(opened: OpenSession, tokens: int, rows: int) -> None:
-    """Have its log and its rows as they were."""
-    history = opened.history
-    assert history.session is not None
-    if history.length > rows:
-        history.truncate(rows, logged=tokens)
-        history.barrier()
-    else:  # nothing was appended, so what is committed is as it was
-        history.session.state.truncate_tokens(tokens)
-        history.trim()
-
-
-def _own_name(kind: str) -> str:
-    """A session's name that no client can guess."""
-    return f"{kind}-{secrets.token_hex(8)}"
+    def _own_name(self, kind: str) -> str:
+        """A session's name that no client can guess."""
+        return self._worker.shared(f"{kind}-{secrets.token_hex(8)}", str)

@@ -13,11 +13,11 @@ def warm_up(worker: Worker, scheduler: Scheduler) -> None:
     """Record the steps. On a GPU pieces of every length are read, too, once for what they compile and once for what
     they take. Raises `OutOfCapacity` without memory for a session of the longest context.
     """
-    sys.stderr.write("kvd-worker: recording steps of all batch sizes\n")
+    _say(worker, "recording steps of all batch sizes")
     scheduler.places.record()
     if worker.device.torch_device.type == "cuda":
         for what in ("compiling", "measuring"):
-            sys.stderr.write(f"kvd-worker: {what} what reads prompts\n")
+            _say(worker, f"{what} what reads prompts")
             read_pieces(worker, scheduler)
 
 
@@ -30,4 +30,9 @@ def read_pieces(worker: Worker, scheduler: Scheduler) -> None:
                 watch = Stopwatch(device)
                 worker.step(history, [0] * size, cached=False)
                 watch.stop()
-                scheduler.chunks.seconds[size] = watch.seconds(wait=True) or 0.0
+                scheduler.chunks.seconds[size] = worker.shared(watch.seconds(wait=True) or 0.0, float)
+
+
+def _say(worker: Worker, what: str) -> None:
+    if worker.reports:
+        sys.stderr.write(f"kvd-worker: {what}\n")

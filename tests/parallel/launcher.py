@@ -1,8 +1,8 @@
 """Ranks as processes, started in a fraction of a second: a launcher that has imported everything forks them.
 
 `Launcher` runs ``python -m tests.parallel.launcher``, in a network namespace if one is given. A rank runs a function of
-`tests.parallel.scenarios` or `tests.parallel.grid_scenarios` and prints JSON lines: what it says on its way, and what
-came of it.
+`tests.parallel.scenarios` (`grid_scenarios`, `serving_scenarios`) and prints JSON lines: what it says on its way, and
+what came of it.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ def say(**fact: Any) -> None:
 
 
 def _serve() -> None:
-    from tests.parallel import grid_scenarios, scenarios
+    from tests.parallel import grid_scenarios, scenarios, serving_scenarios
 
-    known = vars(scenarios) | vars(grid_scenarios)
+    known = vars(scenarios) | vars(grid_scenarios) | vars(serving_scenarios)
 
     say(kind="ready")
     running: dict[int, dict[str, int]] = {}

@@ -89,8 +89,8 @@ def test_what_ranks_must_agree_on_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "world"),
-    [(["serve"], "2"), (["serve", "--tensor-parallel", "2"], "1"), (["generate"], "2")],
-    ids=["serve", "serve-with-shards", "generate-with-neither"],
+    [(["serve"], "2"), (["serve", "--pipeline-parallel", "2"], "1"), (["generate"], "2")],
+    ids=["serve", "serve-with-stages", "generate-with-neither"],
 )
 def test_commands_of_one_process_are_not_started_on_several_ranks(
     argv: list[str], world: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -99,7 +99,7 @@ def test_commands_of_one_process_are_not_started_on_several_ranks(
     assert cli.main(argv) == 64
     error = capsys.readouterr().err
     assert f"ranks of kvd-worker {argv[0]} is '2'; allowed: 1" in error
-    assert "kvd-worker generate with --tensor-parallel or --pipeline-parallel" in error
+    assert "serve with --tensor-parallel, and generate with that or --pipeline-parallel, under torchrun" in error
 
 
 HEADER = SessionHeader(
