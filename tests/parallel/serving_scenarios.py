@@ -10,10 +10,12 @@ from typing import Any
 
 from compute import cli
 from compute.decode.sampler import GREEDY, Sampling, choose_one
+from compute.index_keys import KeyTable
 from compute.parallel.worker import ParallelWorker
 from compute.serve.jobs import SchedulerSettings
 from compute.serve.requests import Request
 from compute.serve.scheduler import Scheduler
+from protocol.errors import OutOfCapacity
 from tests.blackbox.scheduling import Client, held
 from tests.parallel.scenarios import HOT_ROWS, Say, prompt, rank_of, settings
 
@@ -46,6 +48,8 @@ def serves(rank: int, say: Say, *, run_dirs: list[str], seed: int, **shape: Any)
         expected = [alone(worker, tokens, count, sampling) for tokens, count, sampling in asked]
         before = held(worker)
         scheduler = Scheduler(worker, SETTINGS)
+        if rank == 1:
+            _lack_memory_once()
         found: dict[str, Any] = {"expected": expected}
 
         def ask() -> None:
@@ -66,6 +70,9 @@ def serves(rank: int, say: Say, *, run_dirs: list[str], seed: int, **shape: Any)
 
 
 def _ask(scheduler: Scheduler, asked: list[tuple[list[int], int, Sampling]], chance: random.Random) -> dict[str, Any]:
+    lacking = Client()
+    scheduler.submit(Request(prompt(10), 4), lacking)
+    _wait(lambda: lacking.ended)
     clients = []
     for tokens, count, sampling in asked:
         clients.append(Client())
@@ -88,10 +95,22 @@ def _ask(scheduler: Scheduler, asked: list[tuple[list[int], int, Sampling]], cha
         "got": [client.tokens for client in clients],
         "reasons": [client.reason for client in (*clients, cancelled, stopped)],
         "stopped": stopped.tokens,
+        "lacking": str(lacking.error),
         "refused": type(refused.error).__name__,
         "chat": [first.tokens, second.tokens],
         "cached": second.usage.cached,
     }
+
+
+def _lack_memory_once() -> None:
+    """On this rank alone: for a history's key blocks, behind its pages, which all ranks have."""
+    extend = KeyTable.extend
+
+    def lacking(_: KeyTable, pages: int) -> None:
+        KeyTable.extend = extend  # type: ignore[method-assign]
+        raise OutOfCapacity("vram:0", pages, 0, 0)
+
+    KeyTable.extend = lacking  # type: ignore[method-assign, assignment]
 
 
 def _wait(condition: Callable[[], bool]) -> None:

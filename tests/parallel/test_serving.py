@@ -25,6 +25,7 @@ def test_requests_that_come_at_any_time(launcher: Launcher, daemon: DaemonProces
     chats = launcher.results()
     launcher.start("serves", [0, 1], 2, free_address(), seed=seed, **where)
     first, second = launcher.results()
+    assert first["lacking"].startswith("rank 1: "), first["lacking"]
     assert first["got"] == first["expected"] == second["expected"]
     assert len({token for tokens in first["got"] for token in tokens}) > 20
     assert first["reasons"] == ["length"] * 6 + ["cancelled", "stop"]
