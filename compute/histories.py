@@ -24,6 +24,7 @@ from compute.kernels.choice import KernelsName
 from compute.session import HostSession
 from protocol.errors import SessionDamaged
 from protocol.layout import PAGE_TOKENS, Encoding, round_up
+from protocol.messages import PrefixFound
 from protocol.model import ModelConfig
 from protocol.prefix import chain_start, extend_chain
 
@@ -164,17 +165,14 @@ class Histories:
         At least one token is left to be appended by the caller. None where no session has the first page, or where the
         one that has most of them has room for fewer than ``least_tokens``: a fork has as much as its source.
         """
-        self._require_one_process("a fork by prefix")
+        self._require_one_stage("a fork by prefix")
         encoding = self.format.encoding.name
         packed = array("i", tokens[: max(len(tokens) - 1, 0)]).tobytes()
         digests = extend_chain(chain_start(self.fingerprint, encoding), packed)
-        found = self.attachment.client.find_prefix(fingerprint=self.fingerprint, encoding=encoding, digests=digests)
+        found = self._found_prefix(digests)
         if not found.pages:
             return None
-        rows = found.pages * PAGE_TOKENS
-        session = HostSession.fork_of(
-            self.attachment, found.session, found.generation, rows, settings.name, self.format
-        )
+        session = self._forked_prefix(found, settings.name)
         if session.token_capacity < least_tokens:
             session.close()
             return None
@@ -196,6 +194,18 @@ class Histories:
 
     def _forked(self, source: HostSession, rows: int, name: str) -> HostSession:
         return source.fork(rows, self._name(name))
+
+    def _require_one_stage(self, what: str) -> None:
+        """Raise `InvalidValue` where the model's layers are on several daemons."""
+
+    def _found_prefix(self, digests: list[bytes]) -> PrefixFound:
+        return self.attachment.client.find_prefix(
+            fingerprint=self.fingerprint, encoding=self.format.encoding.name, digests=digests
+        )
+
+    def _forked_prefix(self, found: PrefixFound, name: str) -> HostSession:
+        rows = found.pages * PAGE_TOKENS
+        return self._session_type.fork_of(self.attachment, found.session, found.generation, rows, name, self.format)
 
     def _name(self, name: str) -> str:
         """What the session is called in the daemon."""

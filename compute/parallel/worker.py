@@ -27,7 +27,7 @@ from compute.session import HostSession
 from compute.worker import Worker
 from protocol.errors import InvalidValue, PeerLost
 from protocol.layout import Encoding
-from protocol.messages import Saved
+from protocol.messages import PrefixFound, Saved
 from protocol.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -212,6 +212,11 @@ class ParallelWorker(Worker):
     def _require_one_process(self, what: str) -> None:
         raise InvalidValue(f"ranks of {what}", self.grid.place.world, "1: with several, open, fork or make a session")
 
+    def _require_one_stage(self, what: str) -> None:
+        stages = self.grid.place.pipeline
+        if stages > 1:
+            raise InvalidValue(f"pipeline stages of {what}", stages, "1: with several, open, fork or make a session")
+
     def _name(self, name: str) -> str:
         """What the session is called on this stage's daemon, which may be another stage's too."""
         return f"{name}.stage{self.grid.place.stage}" if self.grid.place.pipeline > 1 else name
@@ -234,6 +239,13 @@ class ParallelWorker(Worker):
 
     def _forked(self, source: HostSession, rows: int, name: str) -> HostSession:
         return self._shared(name, lambda: super(ParallelWorker, self)._forked(source, rows, name), HostSession.close)
+
+    def _found_prefix(self, digests: list[bytes]) -> PrefixFound:
+        found = self.team.together(lambda: self._if_owner(lambda: super(ParallelWorker, self)._found_prefix(digests)))
+        return self.shared(found, PrefixFound)  # type: ignore[return-value]
+
+    def _forked_prefix(self, found: PrefixFound, name: str) -> HostSession:
+        return self._shared(name, lambda: super(ParallelWorker, self)._forked_prefix(found, name), HostSession.close)
 
     def _shared(
         self,

@@ -226,8 +226,6 @@ class Sessions:
         return OpenSession(name, request.session is not None, history)
 
     def _fork(self, settings: HistorySettings, tokens: Sequence[int], least: int) -> History | None:
-        if self._worker.ranks > 1:
-            return None
         try:
             return self._worker.fork_prefix(settings, tokens, least_tokens=least)
         except (UnknownSession, StaleGeneration, SessionBusy):

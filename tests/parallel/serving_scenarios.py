@@ -85,6 +85,9 @@ def _ask(scheduler: Scheduler, asked: list[tuple[list[int], int, Sampling]], cha
     time.sleep(0.3)
     scheduler.cancel(number)
     _wait(lambda: all(client.ended for client in (*clients, cancelled, stopped, refused)))
+    again = Client()
+    scheduler.submit(Request([*prompt(191), 7, 8], 6), again)
+    _wait(lambda: again.ended)
     first, second = Client(), Client()
     scheduler.submit(Request(prompt(40), 8, session="chat"), first)
     _wait(lambda: first.ended)
@@ -95,6 +98,7 @@ def _ask(scheduler: Scheduler, asked: list[tuple[list[int], int, Sampling]], cha
         "got": [client.tokens for client in clients],
         "reasons": [client.reason for client in (*clients, cancelled, stopped)],
         "stopped": stopped.tokens,
+        "again": [again.tokens, again.usage.cached],
         "lacking": str(lacking.error),
         "refused": type(refused.error).__name__,
         "chat": [first.tokens, second.tokens],
@@ -121,10 +125,14 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 def chats(rank: int, say: Say, *, run_dirs: list[str], **shape: Any) -> list[list[int]]:
-    """The answers of `serves`'s chat, of passes over its whole history."""
+    """The answers of `serves` to its chat and to what begins as another prompt, of passes over whole histories."""
     with rank_of(rank, run_dirs, **shape) as worker:
         first = alone(worker, prompt(40), 8)
-        return [first, alone(worker, prompt(40) + first + prompt(20), 4)]
+        return [
+            first,
+            alone(worker, prompt(40) + first + prompt(20), 4),
+            alone(worker, [*prompt(191), 7, 8], 6),
+        ]
 
 
 def served(rank: int, say: Say, *, arguments: list[str], **_: Any) -> int:

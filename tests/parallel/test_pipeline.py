@@ -81,11 +81,11 @@ def test_what_one_stage_refuses_is_refused_by_all(launcher: Launcher, daemons: l
             assert result["fork"].startswith("session_exists: rank 1: ")
             assert result["extend"].startswith("out_of_capacity: rank 1: ")
             for name, what in (
-                ("prefix", "a fork by prefix"),
                 ("resident copy", "a resident copy"),
                 ("store", "a history to store"),
             ):
                 assert result[name].startswith(f"invalid_value: ranks of {what} is 2; allowed: 1")
+            assert result["prefix"].startswith("invalid_value: pipeline stages of a fork by prefix is 2; allowed: 1")
         assert names(daemons[0]) == []
         client.close_session(held.session, held.generation)
 

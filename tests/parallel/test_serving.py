@@ -31,7 +31,8 @@ def test_requests_that_come_at_any_time(launcher: Launcher, daemon: DaemonProces
     assert first["reasons"] == ["length"] * 6 + ["cancelled", "stop"]
     assert len(first["stopped"]) == 3
     assert first["refused"] == "ContextExceeded"
-    assert [first["chat"]] * 2 == chats
+    assert [[*first["chat"], first["again"][0]]] * 2 == chats
+    assert first["again"][1] == 128, "two pages of another history are its own, too"
     assert first["cached"] >= 40
     assert [result["depths"] for result in (first, second)] == [[0, 2]] * 2
     assert all(result["held as before"] for result in (first, second))
