@@ -198,8 +198,13 @@ def say(**fact: Any) -> None:
 def _serve() -> None:
     from tests.parallel import grid_scenarios, scenarios, serving_scenarios
 
-    known = vars(scenarios) | vars(grid_scenarios) | vars(serving_scenarios)
-
+    known: dict[str, Any] = {}
+    for module in (scenarios, grid_scenarios, serving_scenarios):
+        own = {
+            name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        }
+        assert not known.keys() & own.keys(), f"two scenarios of one name: {known.keys() & own.keys()}"
+        known |= own
     say(kind="ready")
     running: dict[int, dict[str, int]] = {}
     poll = selectors.DefaultSelector()

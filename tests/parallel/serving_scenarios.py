@@ -25,7 +25,7 @@ SETTINGS = SchedulerSettings(
 PATIENCE_S = 120.0
 
 
-def alone(worker: ParallelWorker, tokens: list[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
+def by_itself(worker: ParallelWorker, tokens: list[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
     """What follows ``tokens`` on these ranks, one pass after the other over a resident history."""
     history = worker.history(settings("alone", "resident"))
     hidden, output = worker.prefill(history, tokens, 64), list[int]()
@@ -45,7 +45,7 @@ def serves(rank: int, say: Say, *, run_dirs: list[str], seed: int, **shape: Any)
         for length in (1, 64, 65, 130, 40, 191)
     ]
     with rank_of(rank, run_dirs, **shape) as worker:
-        expected = [alone(worker, tokens, count, sampling) for tokens, count, sampling in asked]
+        expected = [by_itself(worker, tokens, count, sampling) for tokens, count, sampling in asked]
         before = held(worker)
         scheduler = Scheduler(worker, SETTINGS)
         if rank == 1:
@@ -127,11 +127,11 @@ def _wait(condition: Callable[[], bool]) -> None:
 def chats(rank: int, say: Say, *, run_dirs: list[str], **shape: Any) -> list[list[int]]:
     """The answers of `serves` to its chat and to what begins as another prompt, of passes over whole histories."""
     with rank_of(rank, run_dirs, **shape) as worker:
-        first = alone(worker, prompt(40), 8)
+        first = by_itself(worker, prompt(40), 8)
         return [
             first,
-            alone(worker, prompt(40) + first + prompt(20), 4),
-            alone(worker, [*prompt(191), 7, 8], 6),
+            by_itself(worker, prompt(40) + first + prompt(20), 4),
+            by_itself(worker, [*prompt(191), 7, 8], 6),
         ]
 
 
