@@ -27,6 +27,7 @@ _STATUS = {
     "shutting_down": 503,
     "draining": 503,
     "daemon_unavailable": 503,
+    "peer_lost": 503,
     "out_of_capacity": 507,
 }
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -85,9 +86,20 @@ def test_the_command_serves_and_ends(launcher: Launcher, daemon: DaemonProcess) 
 
 
 def test_a_lost_shard_ends_the_server(launcher: Launcher, daemon: DaemonProcess) -> None:
+    """In the middle of an answer, which ends with an error."""
     served = Served(launcher, daemon, "--peer-timeout", "200")
-    lost_at = time.monotonic()
-    served.signal(signal.SIGKILL, 1)
+    asked = {"model": "demo", "prompt": "Ranks are", "max_tokens": 4000, "session": "kept"}
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(served.ask, "POST", "/v1/completions", **asked)
+        while not served.ask("GET", "/status")[1]["tokens"]:
+            time.sleep(0.01)
+        lost_at = time.monotonic()
+        served.signal(signal.SIGKILL, 1)
+        status, reply = answer.result()
+    assert (status, reply["error"]["code"]) == (503, "peer_lost"), reply
     ended = launcher.wait()[0]
     assert ended.result == 69
     assert ended.ended_at - lost_at < SEEN_S
+    [kept] = daemon.stat().sessions
+    assert kept.name == "kept"
+    close(daemon, "kept")
