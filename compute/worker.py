@@ -64,7 +64,6 @@ class Worker(Histories):
 
     reports = True
     """Whether this process says what comes of its work: one of several ranks does."""
-    ranks = 1
     _layers: tuple[int, int] | None = None
     """The first layer and the end of those that are here, if not all are."""
     _part = b""

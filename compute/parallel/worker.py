@@ -69,7 +69,7 @@ class ParallelWorker(Worker):
         if mtp and place.pipeline > 1:
             raise InvalidValue("MTP depth with pipeline stages", mtp, "0")
         self.grid, self.team = grid, Team(grid.control, place.tensor)
-        self.reports, self.ranks = place.rank == 0, place.world
+        self.reports = place.rank == 0
         self._stage = Stage(grid.stages) if place.pipeline > 1 else None
         first, end = self._layers = cut_layers(config.index_groups(), place.pipeline)[place.stage]
         self._part = b""
@@ -176,9 +176,7 @@ class ParallelWorker(Worker):
 
     def end_stored(self, name: str) -> None:
         """As `Worker.end_stored`, on every stage."""
-        self.team.together(
-            lambda: self._if_owner(lambda: super(ParallelWorker, self)._opened(name).close()),
-        )
+        self.team.together(lambda: self._if_owner(lambda: super(ParallelWorker, self)._opened(name).close()))
 
     def together(self, act: Callable[[], _T]) -> _T:
         return self.team.together(act)

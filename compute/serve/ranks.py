@@ -9,10 +9,10 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from compute.parallel.worker import ParallelWorker
 from compute.serve.inbox import Asked, Inbox
 from compute.serve.jobs import Job
 from compute.serve.requests import Event, Request
-from compute.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Turn:
 class SharedInbox(Inbox):
     """Rank 0's, on all ranks of ``worker``: what comes to another one's is not looked at."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: ParallelWorker) -> None:
         super().__init__()
         self._worker = worker
         self._now = time.monotonic()
@@ -41,7 +41,8 @@ class SharedInbox(Inbox):
     def wait(self, seconds: float, *, busy: bool) -> bool:
         own, turn = Asked(), None
         if self._worker.reports:
-            goes_on = super().wait(seconds, busy=busy)
+            # The others wait with it, and take one that says nothing for longer than their time-out for lost.
+            goes_on = super().wait(min(seconds, self._worker.team.timeout_s / 4), busy=busy)
             own = super().take() if goes_on else own
             turn = Turn(
                 goes_on,

@@ -22,6 +22,7 @@ from functools import partial
 from torch import Tensor
 
 from compute.decode.sampler import choose_one
+from compute.parallel.worker import ParallelWorker
 from compute.serve.errors import QueueTimeout, ShuttingDown
 from compute.serve.gaps import Gaps, Stopwatch
 from compute.serve.inbox import Inbox
@@ -49,7 +50,7 @@ class Scheduler:
             raise InvalidValue("MTP depth", most, f"at most {worker.mtp}, that of the worker")
         self.settings, self._worker = settings, worker
         self._with_daemon = worker.attachment.with_daemon
-        self._inbox = Inbox() if worker.ranks == 1 else SharedInbox(worker)
+        self._inbox = SharedInbox(worker) if isinstance(worker, ParallelWorker) else Inbox()
         self._now = self._inbox.now
         batch = min(settings.batch or settings.running, settings.running)
         slack = rows_behind(most)

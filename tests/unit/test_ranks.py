@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from compute.device_cpu import CpuDevice
 from compute.parallel.peers import Peers
 from compute.parallel.team import Team
 from compute.parallel.views import SessionView, ViewedBlock
+from compute.serve.ranks import SharedInbox
 from protocol.daemon_block import Write, daemon_block_bytes, first_writes, switch_writes
 from protocol.errors import InvalidValue, PeerLost, UnknownSaved
 from protocol.layout import PAGE_TOKENS
@@ -100,6 +103,14 @@ def test_commands_of_one_process_are_not_started_on_several_ranks(
     error = capsys.readouterr().err
     assert f"ranks of kvd-worker {argv[0]} is '2'; allowed: 1" in error
     assert "serve with --tensor-parallel, and generate with that or --pipeline-parallel, under torchrun" in error
+
+
+def test_a_server_without_requests_is_heard_of_within_the_time_out_of_peers() -> None:
+    """Else the other ranks would take rank 0 for lost."""
+    worker: Any = SimpleNamespace(reports=True, team=OtherRank(lambda _, message: message), shared=lambda turn, _: turn)
+    begin = time.monotonic()
+    assert SharedInbox(worker).wait(60.0, busy=False)
+    assert time.monotonic() - begin < 30.0
 
 
 HEADER = SessionHeader(
