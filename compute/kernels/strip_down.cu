@@ -2,6 +2,7 @@
 // take turns with the experts. See strip_experts.cuh.
 
 #include "strip_experts.cuh"
+#include "strips.cuh"
 
 struct Shared {
     Stage stages[WARPS][STAGES];

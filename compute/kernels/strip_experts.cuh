@@ -1,10 +1,10 @@
-// Which experts rows chose: see strips.py.
+// Which experts rows chose: see compute/kernels/strips.py.
 //
 // Defined by whoever compiles it, too: CHOICES of each row; SHARED, whether there is a shared expert, slot 0;
 // MOST_EXPERTS that there can be.
 #pragma once
 
-#include "strips.cuh"
+#include "strip_weights.cuh"
 
 // The experts that any row chose, by number.
 class Chosen {
@@ -21,6 +21,11 @@ public:
         }
         __syncthreads();
     }
+    __device__ int count() const {
+        int sum = 0;
+        for (unsigned word : used) sum += __popc(word);
+        return sum;
+    }
     // The expert in place `rank` among them, or -1 if there are no more.
     __device__ int number(int rank) const {
         for (int word = 0; word < MOST_EXPERTS / 32; word++) {
@@ -35,3 +40,11 @@ public:
         return -1;
     }
 };
+
+// Of row `lane` of the warp: 1 + the expert's place among its choices, or -1.
+__device__ int place_of(const int *chosen, int m, int number) {
+    int row = threadIdx.x % 32, place = -1;
+    for (int choice = 0; choice < CHOICES; choice++)
+        if (row < m && __ldcg(chosen + row * CHOICES + choice) == number) place = 1 + choice;
+    return place;
+}

@@ -4,6 +4,7 @@
 // Defined by whoever compiles it, too: SPLITS.
 
 #include "strip_experts.cuh"
+#include "strips.cuh"
 
 struct Shared {
     Stage stages[WARPS][STAGES];

@@ -51,6 +51,33 @@ __device__ void await_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+typedef unsigned long long Arrivals;  // a barrier in shared memory, for others to wait for copies
+__device__ void init_arrivals(Arrivals *at, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"((unsigned)__cvta_generic_to_shared(at)), "r"(count)
+                 : "memory");
+}
+// Arrive when what the thread copied is there.
+__device__ void arrive_with_copies(Arrivals *at) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"((unsigned)__cvta_generic_to_shared(at))
+                 : "memory");
+}
+// Until all have arrived; `phase` is 0 the first time, then 1, 0 and so on.
+__device__ void await_arrivals(Arrivals *at, int phase) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"((unsigned)__cvta_generic_to_shared(at)),
+        "r"(phase)
+        : "memory");
+}
+
+// How many blocks took one before: what they wrote before can be read by the last.
+__device__ int take_ticket(int *at) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+    return before;
+}
+
 __device__ unsigned short bfloat16_of(float value) {
     unsigned short bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));

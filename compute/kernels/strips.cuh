@@ -1,50 +1,24 @@
 // Sums of products of a few rows with e4m3 weights: see compute/kernels/strips.py.
 //
-// A warp has a strip, 16 rows of a weight, or a split of K of it, and there is no barrier until that is summed. Each thread
-// copies its own operands of the matrix instruction to shared memory, some blocks of 128 columns ahead, where no other
-// thread reads them. (Loads into registers would not do: what waits for one of them waits for those behind it, too.) The
-// order of columns is that of compute/kernels/triton_products.py, so that sums have the bits of its kernels.
-//
-// Defined by whoever compiles it: ROWS, room for the rows of x, 8 at most; THREADS; STAGES, blocks of columns that a warp
-// has room for; SHARED_BYTES, dynamic shared memory.
+// A warp has a strip, or a split of K of it, and there is no barrier until that is summed. Each thread copies its own
+// operands of the rows of x, too: 8 rows at most.
 #pragma once
 
-#include "strip_words.cuh"
+#include "strip_weights.cuh"
 
-constexpr int WARPS = THREADS / 32;
-constexpr int BLOCKS_PER_SM = 1024 / THREADS;  // at least: 64 registers for a thread
-constexpr int STRIP = 16;
-constexpr int BLOCK = 128;
 constexpr int LANES = 4 * ROWS;  // that have rows of x: lane 4 * row and the three behind it
 
-// The threads' operands of one block: of their rows, columns 0 to 63 and 64 to 127.
-struct Stage {
-    uint4 low[2][32], high[2][32];
+struct Stage : Operands {
     uint4 x[2][2][LANES];
 };
 typedef float Part[ROWS][STRIP];
 
 // What a warp sums: 16 rows of a weight, times the rows of x.
-struct Strip {
-    const unsigned char *low, *high;  // the thread's first column of the rows `lane / 4` and that plus 8
-    const float *scales;              // of the strip's row of blocks
-    const unsigned short *x;          // the thread's first column of row `lane / 4`, or null if there is none
-    Stage *stages;                    // of the warp
+struct Strip : Weights<Stage> {
+    const unsigned short *x = nullptr;  // the thread's first column of row `lane / 4`, or null if there is none
 
-    __device__ Strip(const unsigned char *values, const float *scales_of_all, int row, int rows, int k, Stage *stages)
-        : x(nullptr), stages(stages) {
-        int lane = threadIdx.x % 32, last = rows - 1;
-        low = values + (long long)min(row + lane / 4, last) * k + lane % 4 * 16;
-        high = values + (long long)min(row + lane / 4 + 8, last) * k + lane % 4 * 16;
-        scales = scales_of_all + (long long)(min(row, last) / BLOCK) * (k / BLOCK);
-    }
-    __device__ void copy(int stage, int block) const {
-        int lane = threadIdx.x % 32;
-        for (int half = 0; half < 2; half++) {
-            copy_once(&stages[stage].low[half][lane], low + block * BLOCK + half * 64);
-            copy_once(&stages[stage].high[half][lane], high + block * BLOCK + half * 64);
-        }
-    }
+    using Weights::Weights;
+
     __device__ void copy_x(int stage, int block) const {
         if (x == nullptr) return;
         int lane = threadIdx.x % 32;
@@ -88,9 +62,6 @@ struct Strip {
     }
 
 private:
-    __device__ static unsigned word_of(const uint4 &words, int number) {
-        return number == 0 ? words.x : number == 1 ? words.y : number == 2 ? words.z : words.w;
-    }
     __device__ void add_block(float (&sums)[4], const Stage &stage, float scale) const {
         int lane = threadIdx.x % 32;
         float part[4] = {};

@@ -71,17 +71,18 @@ def few_rows(
 
     gated_floats = triton.cdiv(slots * rows * inner, 8) * 4
     floats = max(
-        slots * tiles * splits * first.tile * row_tile if splits > 1 else 0,
+        slots * tiles * splits * first.tile * row_tile,
         down_splits * rows * (1 + choices) * hidden,
     )
     if not scratch.holds(gated_floats + floats, max(slots * tiles, down_tiles)):
         return False
     gated = scratch.memory[:gated_floats].view(torch.bfloat16)
+    partial = scratch.memory[gated_floats:]
     if strips.fits_strips(x, gate_up, 2 * first.splits) and inner % BLOCK == 0 and count <= strips.MOST_EXPERTS:
         few = gated[: slots * rows * inner]
-        strips.experts(x, chosen, weights, gate_up, down, shared, out, few, first.splits)
+        left = Scratch(partial, scratch.tickets)
+        strips.experts(x, chosen, weights, gate_up, down, shared, out, few, first.splits, left)
         return True
-    partial = scratch.memory[gated_floats:]
     shared_gate_up, shared_down = shared or (gate_up, down)
     common = {
         "CHOICES": choices,

@@ -75,7 +75,7 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
     if e4m3 and k % 16:
         raise InvalidValue("columns of an e4m3 weight", k, "a multiple of 16, which are loaded at a time")
     if heads == 1 and strips.fits_strips(x[:, 0], weight, cut.splits):
-        strips.linear(x[:, 0], weight, out[:, 0], cut.splits)
+        strips.linear(x[:, 0], weight, out[:, 0], cut.splits, scratch)
         return
     split, splits = split_columns(k, cut.splits)
     apart = rows <= FEW_ROWS

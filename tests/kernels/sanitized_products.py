@@ -15,7 +15,7 @@ from tests.kernels.pages import DEVICE
 MODULES = ("triton_linear", "triton_experts", "triton_many_experts", "triton_norms", "strips")
 HIDDEN, INNER = 512, 128
 COUNT, CHOICES = DEMO.n_routed_experts, DEMO.num_experts_per_tok
-ROWS = (3, 20, 70)
+ROWS = (3, 9, 20, 70)
 """For the kernels of a few rows, of some, and of many."""
 
 

@@ -18,6 +18,7 @@ HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(
     not HOPPER, reason="needs a GPU of compute capability 9.0: others use the Triton kernels"
 )
+ROWS = (1, 2, 3, 4, 5, 8, 9, 13, 16)
 AGAIN = 20
 """Runs that must all give the same: warps go their own ways."""
 
@@ -45,9 +46,9 @@ def _by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products(monkeypatch: pytest.MonkeyPatch, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
     """Rows of a wider tensor, into rows of one; NaN around both, and in the rows that are not given."""
     monkeypatch.setattr(triton_linear, "tiling", lambda *_: Tiling(splits, 128, 8, 128, 4))
-    weight, workspace = _matrix(n, k, seed=1), Workspace(8, DEVICE, kernels="triton")
-    wide = torch.full((6, k + 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    for rows in (1, 2, 3, 4):
+    weight, workspace = _matrix(n, k, seed=1), Workspace(16, DEVICE, kernels="triton")
+    wide = torch.full((18, k + 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    for rows in ROWS:
         x = wide[1 : 1 + rows, 8:-8]
         x.copy_(_normal(rows, k, seed=rows))
         assert strips.fits_strips(x, weight, 4)
@@ -58,6 +59,7 @@ def test_products(monkeypatch: pytest.MonkeyPatch, n: int, k: int, splits: int, 
             results.append(out[1:-1, :n].clone())
             out[1:-1, :n] = torch.nan
             assert bool(out.isnan().all())
+            assert not bool(workspace.scratch.tickets.any())
         with monkeypatch.context() as patch:
             _by_triton(patch)
             expected = torch.empty((rows, n), dtype=dtype, device=DEVICE)
@@ -72,8 +74,8 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, count: int, choices: int, shar
     hidden, inner = 640, 256
     own = Experts(_matrix(count, 2 * inner, hidden, seed=1), _matrix(count, hidden, inner, seed=2))
     common = (_matrix(2 * inner, hidden, seed=3), _matrix(hidden, inner, seed=4)) if shared else None
-    workspace = Workspace(8, DEVICE, kernels="triton", nbytes=16 << 20)
-    for rows in (1, 2, 3, 4):
+    workspace = Workspace(16, DEVICE, kernels="triton", nbytes=64 << 20)
+    for rows in ROWS:
         x = _normal(rows, hidden, seed=5).bfloat16().to(DEVICE)
         order = torch.rand((rows, count), generator=torch.Generator().manual_seed(rows)).argsort(1)
         chosen = order[:, :choices].sort(1).values.int().contiguous().to(DEVICE)
@@ -102,11 +104,12 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, count: int, choices: int, shar
 def test_what_does_not_fit_goes_another_way() -> None:
     """Rows that are not aligned, too many of them, K that is no whole number of blocks, weights that are not e4m3."""
     weight = _matrix(64, 256, seed=1)
-    x = _normal(5, 264, seed=2).bfloat16().to(DEVICE)
+    x = _normal(17, 264, seed=2).bfloat16().to(DEVICE)
     assert strips.fits_strips(x[:4, :256], weight, 4)
     assert not strips.fits_strips(x[:4, 1:257], weight, 4)
     assert not strips.fits_strips(x[:, :256], weight, 4)
     assert not strips.fits_strips(x[:4, :256], weight, 17)
+    assert strips.fits_strips(x[:16, :256], weight, 17)
     assert not strips.fits_strips(x[:0, :256], weight, 4)
     assert not strips.fits_strips(x[:4, :192], _matrix(64, 192, seed=1), 4)
     assert not strips.fits_strips(x[:4, :256], Matrix(_normal(64, 256, seed=1).bfloat16().to(DEVICE)), 4)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compute.kernels import reference_experts, reference_linear, strips
 from compute.kernels.matrix import Matrix
+from compute.kernels.triton_products import Scratch
 from tests.kernels.host_program import build, needs_compiler, run
 
 SUMS = 1e-5
@@ -98,10 +99,17 @@ def _rows(count: int, k: int) -> Tensor:
     return x
 
 
+def _scratch() -> Scratch:
+    scratch = Scratch.empty(1 << 20, torch.device("cpu"))
+    scratch.memory.fill_(torch.nan)
+    return scratch
+
+
 @pytest.mark.parametrize(
     ("n", "k", "splits", "counts", "dtype"),
     [
-        (40, 640, 2, (3, 4), torch.float32),
+        (40, 640, 2, (3, 4, 9), torch.float32),
+        (150, 1024, 1, (5, 16), torch.bfloat16),
         (200, 512, 1, (2,), torch.float32),
         (17, 384, 3, (1,), torch.bfloat16),
     ],
@@ -113,7 +121,7 @@ def test_products(n: int, k: int, splits: int, counts: tuple[int, ...], dtype: t
         x = torch.full((rows, k + 16), torch.nan, dtype=torch.bfloat16)[:, 8:-8]
         x.copy_(_rows(rows, k))
         out = torch.full((rows, n + 8), torch.nan, dtype=dtype)
-        strips.linear(x, weight, out[:, :n], splits)
+        strips.linear(x, weight, out[:, :n], splits, _scratch())
         expected, tolerance = reference_linear.linear(x, weight), SUMS if dtype == torch.float32 else ROUNDED
         torch.testing.assert_close(out[:, :n].float(), expected, rtol=tolerance, atol=SUMS, equal_nan=True)
         assert bool(out[:, n:].isnan().all())
@@ -123,6 +131,7 @@ def test_products(n: int, k: int, splits: int, counts: tuple[int, ...], dtype: t
     ("count", "choices", "shared", "hidden", "inner", "splits", "counts"),
     [
         (40, 2, True, 256, 256, 2, (3, 4)),
+        (12, 2, True, 256, 128, 2, (5, 16)),
         pytest.param(20, 18, False, 256, 128, 1, (2,), id="more experts than warps"),
     ],
 )
@@ -141,6 +150,6 @@ def test_experts(
         slots = int(shared) + min(count, rows * choices)
         gated = torch.full((slots, rows, inner), torch.nan, dtype=torch.bfloat16)
         out = torch.full((rows, hidden), torch.nan)
-        strips.experts(x, chosen, weights, gate_up, down, common, out, gated, splits)
+        strips.experts(x, chosen, weights, gate_up, down, common, out, gated, splits, _scratch())
         expected = reference_experts.experts(x, chosen, weights, gate_up, down, common)
         torch.testing.assert_close(out, expected, rtol=GATED, atol=GATED, equal_nan=True)

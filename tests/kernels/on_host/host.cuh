@@ -55,6 +55,7 @@ struct Block {
     char *shared = nullptr;
     size_t bytes = 0;
     int running = 0;
+    int flags = 0;  // that threads brought to a barrier
     Barrier barrier;
     std::vector<Warp> warps;
 };
@@ -165,11 +166,22 @@ inline void __syncthreads() {
     host::Block &block = *host::self->block;
     host::leave(block.barrier, host::arrive(block.barrier, block.warps.size() * 32));
 }
+inline bool __syncthreads_or(bool flag) {
+    int &flags = host::self->block->flags;
+    flags += flag;
+    __syncthreads();
+    bool any = flags > 0;
+    __syncthreads();
+    flags = 0;
+    __syncthreads();
+    return any;
+}
 inline void __syncwarp() { host::of_warp(0); }
 inline int __shfl_up_sync(unsigned, int value, int distance) {
     int lane = threadIdx.x % 32;
     return host::of_warp(value)[lane >= distance ? lane - distance : lane];
 }
+inline int __shfl_sync(unsigned, int value, int lane) { return host::of_warp(value)[lane]; }
 inline int __reduce_add_sync(unsigned, int value) {
     unsigned sum = 0;
     for (int brought : host::of_warp(value)) sum += brought;

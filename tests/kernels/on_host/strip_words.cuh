@@ -4,6 +4,8 @@
 
 #include <sanitizer/asan_interface.h>
 
+#include <map>
+
 #include "host.cuh"
 
 namespace host {
@@ -62,5 +64,30 @@ template <int pending> void await_copies() {
         return done;
     });
 }
+// What others wait for stays poisoned until all have arrived; so is what is copied to while another still reads there.
+struct Arrivals { short phase, pending, count; };
+namespace host {
+inline std::map<Arrivals *, std::vector<uint4 *>> arriving;
+}
+inline void init_arrivals(Arrivals *at, int count) {
+    *at = {0, short(count), short(count)};
+    host::arriving[at].clear();
+}
+inline void arrive_with_copies(Arrivals *at) {
+    auto &arriving = host::arriving.at(at);
+    std::erase_if(host::self->copies, [&](host::Copy copy) {
+        bool own = copy.group == host::self->groups_of_copies;
+        if (own) arriving.push_back(copy.to);
+        return own;
+    });
+    if (--at->pending > 0) return;
+    for (uint4 *to : arriving) ASAN_UNPOISON_MEMORY_REGION(to, 16);
+    arriving.clear();
+    *at = {short(at->phase ^ 1), at->count, at->count};
+}
+inline void await_arrivals(Arrivals *at, int phase) {
+    host::await([=] { return at->phase != phase; });
+}
+inline int take_ticket(int *at) { return (*at)++; }
 inline unsigned short bfloat16_of(float value) { return host::bfloat16_of(value); }
 inline float gated_of(float gate, float up) { return gate / (std::exp(-gate) + 1.0f) * up; }

@@ -1,0 +1,58 @@
+// The experts' outputs, weighted and added by number. A team has a tile of strips of an expert's down, for the rows that
+// chose it; the last team of a tile adds the experts. See teams.cuh.
+
+#include "strip_experts.cuh"
+#include "teams.cuh"
+
+struct Shared {
+    Team team;
+    Chosen experts;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "room in shared memory");
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    team_down(const unsigned short *gated, const int *chosen, const float *weights, const unsigned char *values,
+              const float *scales, const unsigned char *shared_values, const float *shared_scales, float *out,
+              float *partial, int *tickets, int m, int hidden, int inner) {
+    SHARED_MEMORY(Shared, shared);
+    int tile = blockIdx.x, slot = blockIdx.y, lane = threadIdx.x % 32, blocks = inner / BLOCK;
+    int row = tile * COLUMNS + threadIdx.x / 32 * STRIP, place = lane < m ? 0 : -1;
+    shared.experts.read(chosen, m);  // whose kernel ended before the one before this began
+    if (SHARED && slot == 0) {
+        values = shared_values;
+        scales = shared_scales;
+    } else {
+        int number = shared.experts.number(slot - SHARED);
+        if (number < 0) return;
+        values += (long long)number * hidden * inner;
+        scales += (long long)number * ((hidden + BLOCK - 1) / BLOCK) * blocks;
+        place = place_of(chosen, m, number);
+    }
+    Member member(shared.team, values, scales, row, hidden, inner);
+    member.begin(0, blocks);
+    shared.team.open();
+    await_kernel_before();
+    member.sum(gated + (long long)slot * m * inner, inner, __ballot_sync(~0u, place >= 0), 0, blocks);
+    member.each_sum([=](int x_row, int of, float sum) {
+        int to = __shfl_sync(~0u, place, x_row);
+        if (to >= 0 && row + of < hidden) partial[((long long)x_row * (1 + CHOICES) + to) * hidden + row + of] = sum;
+    });
+    if (!last_of_blocks(tickets + tile, SHARED + shared.experts.count())) return;
+    for (int i = threadIdx.x * 4; i < m * COLUMNS; i += THREADS * 4) {
+        int x_row = i / COLUMNS, column = tile * COLUMNS + i % COLUMNS;
+        if (column >= hidden) continue;
+        float4 outputs[1 + CHOICES], result = {};
+#pragma unroll
+        for (int choice = SHARED ? 0 : 1; choice <= CHOICES; choice++)
+            outputs[choice] = __ldcg((const float4 *)(partial + ((long long)x_row * (1 + CHOICES) + choice) * hidden + column));
+        if (SHARED)
+            result = make_float4(0.0f + outputs[0].x, 0.0f + outputs[0].y, 0.0f + outputs[0].z, 0.0f + outputs[0].w);
+#pragma unroll
+        for (int choice = 1; choice <= CHOICES; choice++) {
+            float weight = weights[x_row * CHOICES + choice - 1];
+            result = make_float4(__fmaf_rn(outputs[choice].x, weight, result.x), __fmaf_rn(outputs[choice].y, weight, result.y),
+                                 __fmaf_rn(outputs[choice].z, weight, result.z), __fmaf_rn(outputs[choice].w, weight, result.w));
+        }
+        *(float4 *)(out + (long long)x_row * hidden + column) = result;
+    }
+}
