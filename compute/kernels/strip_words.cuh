@@ -17,20 +17,19 @@ __device__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four bytes of e4m3 as bfloat16, exactly: compute/kernels/ptx.py says how.
+// Four bytes of e4m3 as bfloat16, exactly, as compute/kernels/ptx.py does; here their signs are copied to where bfloat16 has
+// its own, along with the bits between, which are cleared.
 __device__ void bfloat16_of_e4m3(unsigned word, unsigned &low, unsigned &high) {
-    asm("{ .reg .b32 a, b, c, d, factors;\n"
+    asm("{ .reg .b32 a, b, factors;\n"
         "mov.b32 factors, 0x7b807b80;\n"
-        "prmt.b32 a, %2, 0, 0x4140;\n"
-        "prmt.b32 b, %2, 0, 0x4342;\n"
-        "and.b32 c, a, 0x00800080;\n"
-        "and.b32 d, b, 0x00800080;\n"
+        "prmt.b32 a, %2, 0, 0x9180;\n"
+        "prmt.b32 b, %2, 0, 0xb3a2;\n"
         "shl.b32 a, a, 4;\n"
         "shl.b32 b, b, 4;\n"
-        "mad.lo.u32 c, c, 0xf0, a;\n"
-        "mad.lo.u32 d, d, 0xf0, b;\n"
-        "mul.rn.bf16x2 %0, c, factors;\n"
-        "mul.rn.bf16x2 %1, d, factors; }"
+        "and.b32 a, a, 0x87f087f0;\n"
+        "and.b32 b, b, 0x87f087f0;\n"
+        "mul.rn.bf16x2 %0, a, factors;\n"
+        "mul.rn.bf16x2 %1, b, factors; }"
         : "=r"(low), "=r"(high)
         : "r"(word));
 }
