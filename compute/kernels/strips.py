@@ -29,8 +29,9 @@ _MOST_WARPS = 16
 """Of a block, whose shared memory has room for these."""
 _TEAM = 8
 """Warps of a team."""
-_STAGES = {1: 3, 2: 3, 4: 2, 8: 3, 16: 3}
+_STAGES = {1: 3, 2: 3, 4: 2}
 """By the rows that there is room for: as many as let 24 warps or more share a multiprocessor."""
+_MULTIPROCESSORS = 132
 _X_STAGES = 4
 """Blocks of ``x`` of a team."""
 _LEAST_OF_GATE_UP = 60 << 10
@@ -60,9 +61,10 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, splits: int, scratch: Scratch
     if not alone:
         scratch.check(tiles * strips * _STRIP * splits * rows, tiles)
     warps = strips * splits if alone else strips
-    kernel = _kernel("linear", rows, warps, SPLITS=splits, FLOAT_OUT=int(out.dtype == torch.float32))
+    grid = (tiles if alone else tiles * splits, 1)
+    kernel = _kernel("linear", rows, warps, grid, SPLITS=splits, FLOAT_OUT=int(out.dtype == torch.float32))
     kernel.launch(
-        (tiles if alone else tiles * splits, 1),
+        grid,
         [
             CudaKernel.address(x),
             *_addresses(weight),
@@ -97,9 +99,11 @@ def experts(
     base = 0 if shared is None else 1
     slots = gated.numel() // (rows * inner)
     shared_gate_up, shared_down = shared or (gate_up, down)
-    first = _kernel("gate_up", rows, 2 * splits if alone else _TEAM, SPLITS=splits, CHOICES=choices, SHARED=base)
+    warps = 2 * splits if alone else _TEAM
+    grid = (inner // _STRIP if alone else inner // (_STRIP * _TEAM // 2) * splits, slots)
+    first = _kernel("gate_up", rows, warps, grid, SPLITS=splits, CHOICES=choices, SHARED=base)
     first.launch(
-        (inner // _STRIP if alone else inner // (_STRIP * _TEAM // 2) * splits, slots),
+        grid,
         [
             *map(CudaKernel.address, (x, chosen)),
             *_addresses(gate_up),
@@ -110,9 +114,10 @@ def experts(
         ],
     )
     warps = min(base + choices, _MOST_WARPS) if alone else _TEAM
-    second = _kernel("down", rows, warps, CHOICES=choices, SHARED=base)
+    grid = (-(-hidden // _STRIP), 1) if alone else (-(-hidden // (_STRIP * _TEAM)), slots)
+    second = _kernel("down", rows, warps, grid, CHOICES=choices, SHARED=base)
     second.launch(
-        (-(-hidden // _STRIP), 1) if alone else (-(-hidden // (_STRIP * _TEAM)), slots),
+        grid,
         [
             *map(CudaKernel.address, (gated, chosen, weights)),
             *_addresses(down),
@@ -134,10 +139,17 @@ def _addresses(matrix: Matrix) -> tuple[Argument, Argument]:
     return CudaKernel.address(matrix.values), CudaKernel.address(matrix.scales)
 
 
-def _kernel(product: str, rows: int, warps: int, **defines: int) -> CudaKernel:
-    room = 1 << (rows - 1).bit_length()
-    name = f"{'strip' if rows <= _ALONE else 'team'}_{product}"
-    return _compiled(name, torch.cuda.current_device(), ROWS=room, THREADS=32 * warps, **defines)
+def _kernel(product: str, rows: int, warps: int, grid: tuple[int, int], **defines: int) -> CudaKernel:
+    defines |= {"ROWS": 1 << (rows - 1).bit_length(), "THREADS": 32 * warps}
+    if rows <= _ALONE:
+        return _compiled(f"strip_{product}", torch.cuda.current_device(), **defines)
+    return _compiled(f"team_{product}", torch.cuda.current_device(), STAGES=_team_stages(grid[0] * grid[1]), **defines)
+
+
+def _team_stages(teams: int) -> int:
+    """Three, of which a multiprocessor has room for three teams; two, for four of them, where that saves a round."""
+    of_three, of_four = (-(-teams // (_MULTIPROCESSORS * together)) for together in (3, 4))
+    return 2 if of_four < of_three else 3
 
 
 @functools.cache
@@ -148,14 +160,15 @@ def _compiled(name: str, _device: int, **defines: int) -> CudaKernel:
 def launch_defines(defines: dict[str, int]) -> dict[str, int]:
     """``defines`` with those that follow from them, or are the same for all."""
     rows, warps = defines["ROWS"], defines["THREADS"] // 32
-    defines = defines | {"STAGES": _STAGES[rows], "MOST_EXPERTS": MOST_EXPERTS}
-    weights = warps * _STAGES[rows] * _STRIP * BLOCK
+    stages = defines.get("STAGES") or _STAGES[rows]
+    defines = defines | {"STAGES": stages, "MOST_EXPERTS": MOST_EXPERTS}
+    weights = warps * stages * _STRIP * BLOCK
     if rows > _ALONE:
         x_row, barrier = 2 * BLOCK + 16, 16
         shared_bytes = weights + _X_STAGES * (rows * x_row + barrier) + MOST_EXPERTS // 8
         return defines | {"X_STAGES": _X_STAGES, "SHARED_BYTES": shared_bytes}
+    x = warps * stages * 2 * rows * BLOCK
     outputs = rows * (1 + defines.get("CHOICES", 0)) * _STRIP * 4
-    x = warps * _STAGES[rows] * 2 * rows * BLOCK
     shared_bytes = weights + x + warps * rows * _STRIP * 4 + outputs + MOST_EXPERTS // 8
     if "SPLITS" in defines and "CHOICES" in defines:
         shared_bytes = max(shared_bytes, _LEAST_OF_GATE_UP)

@@ -36,9 +36,10 @@ def test_the_selection_compiles(cluster: int) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("name", strips.SOURCES)
 def test_products_of_few_rows_compile(name: str) -> None:
-    for rows in (1, 2, 4) if name.startswith("strip") else (8, 16):
-        defines = {"ROWS": rows, "THREADS": 256, "SPLITS": 4, "FLOAT_OUT": 1, "CHOICES": 8, "SHARED": 1}
-        defines = strips.launch_defines(defines)
+    of_teams = [{"ROWS": rows, "STAGES": stages} for rows in (8, 16) for stages in (2, 3)]
+    for some in of_teams if name.startswith("team") else [{"ROWS": rows} for rows in (1, 2, 4)]:
+        defines = {"THREADS": 256, "SPLITS": 4, "FLOAT_OUT": 1, "CHOICES": 8, "SHARED": 1}
+        defines = strips.launch_defines(defines | some)
         assert compiled(name, (9, 0), tuple(sorted(defines.items()))).startswith(b"\x7fELF")
 
 
