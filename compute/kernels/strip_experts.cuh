@@ -8,6 +8,7 @@
 
 // The experts that any row chose, by number.
 class Chosen {
+    static_assert(MOST_EXPERTS == 1024, "a word for each lane of a warp");
     unsigned used[MOST_EXPERTS / 32];
 
 public:
@@ -21,23 +22,20 @@ public:
         }
         __syncthreads();
     }
-    __device__ int count() const {
-        int sum = 0;
-        for (unsigned word : used) sum += __popc(word);
-        return sum;
-    }
+    // These are to be called by a whole warp.
+    __device__ int count() const { return __reduce_add_sync(~0u, __popc(used[threadIdx.x % 32])); }
     // The expert in place `rank` among them, or -1 if there are no more.
     __device__ int number(int rank) const {
-        for (int word = 0; word < MOST_EXPERTS / 32; word++) {
-            int count = __popc(used[word]);
-            if (rank < count) {
-                unsigned bits = used[word];
-                for (int i = 0; i < rank; i++) bits &= bits - 1;
-                return word * 32 + __ffs(bits) - 1;
-            }
-            rank -= count;
+        int lane = threadIdx.x % 32, count = __popc(used[lane]), until = count;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            int before = __shfl_up_sync(~0u, until, distance);
+            if (lane >= distance) until += before;
         }
-        return -1;
+        int word = __ffs(__ballot_sync(~0u, rank < until)) - 1;
+        if (word < 0) return -1;
+        unsigned bits = used[word];
+        for (int i = __shfl_sync(~0u, until - count, word); i < rank; i++) bits &= bits - 1;
+        return word * 32 + __ffs(bits) - 1;
     }
 };
 
