@@ -41,17 +41,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     for (int i = threadIdx.x * 4; i < m * COLUMNS; i += THREADS * 4) {
         int x_row = i / COLUMNS, column = tile * COLUMNS + i % COLUMNS;
         if (column >= hidden) continue;
+        const float *from = partial + (long long)x_row * (1 + CHOICES) * hidden + column;
         float4 outputs[1 + CHOICES], result = {};
 #pragma unroll
-        for (int choice = SHARED ? 0 : 1; choice <= CHOICES; choice++)
-            outputs[choice] = __ldcg((const float4 *)(partial + ((long long)x_row * (1 + CHOICES) + choice) * hidden + column));
-        if (SHARED)
-            result = make_float4(0.0f + outputs[0].x, 0.0f + outputs[0].y, 0.0f + outputs[0].z, 0.0f + outputs[0].w);
+        for (int place = 1 - SHARED; place <= CHOICES; place++)
+            outputs[place] = __ldcg((const float4 *)(from + (long long)place * hidden));
 #pragma unroll
-        for (int choice = 1; choice <= CHOICES; choice++) {
-            float weight = weights[x_row * CHOICES + choice - 1];
-            result = make_float4(__fmaf_rn(outputs[choice].x, weight, result.x), __fmaf_rn(outputs[choice].y, weight, result.y),
-                                 __fmaf_rn(outputs[choice].z, weight, result.z), __fmaf_rn(outputs[choice].w, weight, result.w));
+        for (int place = 1 - SHARED; place <= CHOICES; place++) {
+            float4 output = outputs[place];
+            float weight = place == 0 ? 1.0f : weights[x_row * CHOICES + place - 1];
+            result = make_float4(__fmaf_rn(output.x, weight, result.x), __fmaf_rn(output.y, weight, result.y),
+                                 __fmaf_rn(output.z, weight, result.z), __fmaf_rn(output.w, weight, result.w));
         }
         *(float4 *)(out + (long long)x_row * hidden + column) = result;
     }

@@ -1,4 +1,4 @@
-// x times a weight: a team has a tile of strips and a split of K, and the last team of a tile adds the splits. See teams.cuh.
+// x times a weight: a team has a tile of strips and a split of K; the last team of a tile adds the splits. See teams.cuh.
 //
 // Defined by whoever compiles it, too: SPLITS; FLOAT_OUT, whether the output is float32, else bfloat16.
 
