@@ -53,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             result = make_float4(__fmaf_rn(output.x, weight, result.x), __fmaf_rn(output.y, weight, result.y),
                                  __fmaf_rn(output.z, weight, result.z), __fmaf_rn(output.w, weight, result.w));
         }
-        *(float4 *)(out + (long long)x_row * hidden + column) = result;
+        float *to = out + (long long)x_row * hidden + column;
+        to[0] = result.x, to[1] = result.y, to[2] = result.z, to[3] = result.w;
     }
 }

@@ -109,7 +109,7 @@ def _scratch() -> Scratch:
     ("n", "k", "splits", "counts", "dtype"),
     [
         (40, 640, 2, (3, 4, 9), torch.float32),
-        (150, 1024, 1, (5, 16), torch.bfloat16),
+        (150, 1024, 1, (5, 8, 16), torch.bfloat16),
         (200, 512, 1, (2,), torch.float32),
         (17, 384, 3, (1,), torch.bfloat16),
     ],
@@ -131,7 +131,7 @@ def test_products(n: int, k: int, splits: int, counts: tuple[int, ...], dtype: t
     ("count", "choices", "shared", "hidden", "inner", "splits", "counts"),
     [
         (40, 2, True, 256, 256, 2, (3, 4)),
-        (12, 2, True, 256, 128, 2, (5, 16)),
+        (12, 2, True, 256, 128, 2, (5, 9, 16)),
         pytest.param(20, 18, False, 256, 128, 1, (2,), id="more experts than warps"),
     ],
 )
