@@ -9,6 +9,7 @@
 // The experts that any row chose, by number.
 class Chosen {
     unsigned used[MOST_EXPERTS / 32];
+    int numbers[ROWS][CHOICES];  // every warp asks for them; in memory they would be one line, and all blocks wait for it
 
 public:
     // To be called by all threads of the block.
@@ -17,6 +18,7 @@ public:
         __syncthreads();
         for (int i = threadIdx.x; i < m * CHOICES; i += THREADS) {
             int number = __ldcg(chosen + i);  // not from the multiprocessor's own cache, which may be of an earlier kernel
+            numbers[i / CHOICES][i % CHOICES] = number;
             atomicOr(&used[number / 32], 1u << number % 32);
         }
         __syncthreads();
@@ -32,6 +34,12 @@ public:
             }
             rank -= count;
         }
+        return -1;
+    }
+    // Where among a row's choices an expert is, or -1 if it is not.
+    __device__ int place(int row, int number) const {
+        for (int choice = 0; choice < CHOICES; choice++)
+            if (numbers[row][choice] == number) return choice;
         return -1;
     }
 };

@@ -121,8 +121,9 @@ def launch_defines(defines: dict[str, int]) -> dict[str, int]:
     """``defines`` with those that follow from them, or are the same for all."""
     rows, warps = defines["ROWS"], defines["THREADS"] // 32
     stages = _STAGES[rows] * (_STRIP + 2 * rows) * BLOCK
-    outputs = rows * (1 + defines.get("CHOICES", 0)) * _STRIP * 4
-    shared_bytes = warps * (stages + rows * _STRIP * 4) + outputs + MOST_EXPERTS // 8
+    choices = defines.get("CHOICES", 0)
+    outputs = rows * (1 + choices) * _STRIP * 4
+    shared_bytes = warps * (stages + rows * _STRIP * 4) + outputs + MOST_EXPERTS // 8 + rows * choices * 4
     if "SPLITS" in defines and "CHOICES" in defines:
         shared_bytes = max(shared_bytes, _LEAST_OF_GATE_UP)
     return defines | {"STAGES": _STAGES[rows], "MOST_EXPERTS": MOST_EXPERTS, "SHARED_BYTES": shared_bytes}
