@@ -123,7 +123,7 @@ def launch_defines(defines: dict[str, int]) -> dict[str, int]:
     stages = _STAGES[rows] * (_STRIP + 2 * rows) * BLOCK
     choices = defines.get("CHOICES", 0)
     outputs = rows * (1 + choices) * _STRIP * 4
-    shared_bytes = warps * (stages + rows * _STRIP * 4) + outputs + MOST_EXPERTS // 8 + rows * choices * 4
+    shared_bytes = warps * (stages + rows * _STRIP * 4) + outputs + MOST_EXPERTS // 8 + -(-rows * choices // 4) * 16
     if "SPLITS" in defines and "CHOICES" in defines:
         shared_bytes = max(shared_bytes, _LEAST_OF_GATE_UP)
     return defines | {"STAGES": _STAGES[rows], "MOST_EXPERTS": MOST_EXPERTS, "SHARED_BYTES": shared_bytes}

@@ -123,7 +123,7 @@ def test_products(n: int, k: int, splits: int, counts: tuple[int, ...], dtype: t
     ("count", "choices", "shared", "hidden", "inner", "splits", "counts"),
     [
         (40, 2, True, 256, 256, 2, (3, 4)),
-        pytest.param(20, 18, False, 256, 128, 1, (2,), id="more experts than warps"),
+        pytest.param(20, 18, False, 256, 128, 1, (1, 2), id="more experts than warps"),
     ],
 )
 def test_experts(
