@@ -32,9 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         strip.sum(shared.parts[warp], 0, blocks);
         __syncwarp();
         for (int i = lane; i < m * STRIP; i += 32) {
-            int x_row = i / STRIP, of = i % STRIP, place = of_shared ? 0 : -1;
-            for (int choice = 0; choice < CHOICES; choice++)
-                if (!of_shared && __ldcg(chosen + x_row * CHOICES + choice) == number) place = 1 + choice;
+            int x_row = i / STRIP, of = i % STRIP, place = of_shared ? 0 : shared.experts.place(x_row, number);
             if (place >= 0) shared.outputs[x_row][place][of] = shared.parts[warp][x_row][of];
         }
         __syncwarp();

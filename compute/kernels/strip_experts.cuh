@@ -10,6 +10,7 @@
 class Chosen {
     static_assert(MOST_EXPERTS == 1024, "a word for each lane of a warp");
     unsigned used[MOST_EXPERTS / 32];
+    int numbers[ROWS][CHOICES];  // every warp asks for them; in memory they would be one line, and all blocks wait for it
 
 public:
     // To be called by all threads of the block.
@@ -18,6 +19,7 @@ public:
         __syncthreads();
         for (int i = threadIdx.x; i < m * CHOICES; i += THREADS) {
             int number = __ldcg(chosen + i);  // not from the multiprocessor's own cache, which may be of an earlier kernel
+            numbers[i / CHOICES][i % CHOICES] = number;
             atomicOr(&used[number / 32], 1u << number % 32);
         }
         __syncthreads();
@@ -37,12 +39,16 @@ public:
         for (int i = __shfl_sync(~0u, until - count, word); i < rank; i++) bits &= bits - 1;
         return word * 32 + __ffs(bits) - 1;
     }
+    // The expert's place among the choices of a row, from 1, or -1 if it is not among them.
+    __device__ int place(int row, int number) const {
+        int place = -1;
+        for (int choice = 0; choice < CHOICES; choice++)
+            if (numbers[row][choice] == number) place = 1 + choice;
+        return place;
+    }
+    // That of the row whose number the lane has.
+    __device__ int place_of_lane(int m, int number) const {
+        int row = threadIdx.x % 32;
+        return row < m ? place(row, number) : -1;
+    }
 };
-
-// Of row `lane` of the warp: 1 + the expert's place among its choices, or -1.
-__device__ int place_of(const int *chosen, int m, int number) {
-    int row = threadIdx.x % 32, place = -1;
-    for (int choice = 0; choice < CHOICES; choice++)
-        if (row < m && __ldcg(chosen + row * CHOICES + choice) == number) place = 1 + choice;
-    return place;
-}

@@ -161,15 +161,17 @@ def launch_defines(defines: dict[str, int]) -> dict[str, int]:
     """``defines`` with those that follow from them, or are the same for all."""
     rows, warps = defines["ROWS"], defines["THREADS"] // 32
     stages = defines.get("STAGES") or _STAGES[rows]
+    choices = defines.get("CHOICES", 0)
     defines = defines | {"STAGES": stages, "MOST_EXPERTS": MOST_EXPERTS}
     weights = warps * stages * _STRIP * BLOCK
+    experts = MOST_EXPERTS // 8 + -(-rows * choices // 4) * 16
     if rows > _ALONE:
         x_row, barrier = 2 * BLOCK + 16, 16
-        shared_bytes = weights + _X_STAGES * (rows * x_row + barrier) + MOST_EXPERTS // 8
+        shared_bytes = weights + _X_STAGES * (rows * x_row + barrier) + experts
         return defines | {"X_STAGES": _X_STAGES, "SHARED_BYTES": shared_bytes}
     x = warps * stages * 2 * rows * BLOCK
-    outputs = rows * (1 + defines.get("CHOICES", 0)) * _STRIP * 4
-    shared_bytes = weights + x + warps * rows * _STRIP * 4 + outputs + MOST_EXPERTS // 8
+    outputs = rows * (1 + choices) * _STRIP * 4
+    shared_bytes = weights + x + warps * rows * _STRIP * 4 + outputs + experts
     if "SPLITS" in defines and "CHOICES" in defines:
         shared_bytes = max(shared_bytes, _LEAST_OF_GATE_UP)
     return defines | {"SHARED_BYTES": shared_bytes}

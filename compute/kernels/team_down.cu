@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         if (number < 0) return;
         values += (long long)number * hidden * inner;
         scales += (long long)number * ((hidden + BLOCK - 1) / BLOCK) * blocks;
-        place = place_of(chosen, m, number);
+        place = shared.experts.place_of_lane(m, number);
     }
     Member member(shared.team, values, scales, row, hidden, inner);
     member.begin(0, blocks);

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         values += (long long)number * rows * hidden;
         scales += (long long)number * ((rows + BLOCK - 1) / BLOCK) * blocks;
         Member(shared.team, values, scales, row, rows, hidden).begin(first, end);
-        present = __ballot_sync(~0u, place_of(chosen, m, number) >= 0);
+        present = __ballot_sync(~0u, shared.experts.place_of_lane(m, number) >= 0);
     }
     Member member(shared.team, values, scales, row, rows, hidden);
     member.sum(x, hidden, present, first, end);
