@@ -147,9 +147,11 @@ def _kernel(product: str, rows: int, warps: int, grid: tuple[int, int], **define
 
 
 def _team_stages(teams: int) -> int:
-    """Three, of which a multiprocessor has room for three teams; two, for four of them, where that saves a round."""
-    of_three, of_four = (-(-teams // (_MULTIPROCESSORS * together)) for together in (3, 4))
-    return 2 if of_four < of_three else 3
+    """Four of the weight's, of which a multiprocessor has room for two teams; or three, for three of them, and two, for
+    four, where that saves a round.
+    """
+    rounds = {stages: -(-teams // (_MULTIPROCESSORS * together)) for stages, together in ((4, 2), (3, 3), (2, 4))}
+    return min(rounds, key=lambda stages: (rounds[stages], -stages))
 
 
 @functools.cache
