@@ -8,8 +8,8 @@
 // x is in panels: for each 64 columns, in operand order, rows of 128 bytes, as `begin_products` wants them.
 //
 // Defined by whoever compiles it: ROWS; STAGES, blocks of columns of x, and WEIGHT_STAGES, of the weight, that there is
-// room for; SPLIT, whether K is cut in splits; CLUSTER; TURNS, whether the warp groups take turns by rule; THREADS, 384;
-// SHARED_BYTES, dynamic shared memory.
+// room for; SPLIT, whether K is cut in splits; CLUSTER; TURNS, whether the warp groups take turns by rule; NEAR, tiles
+// of rows that are done at a time; THREADS, 384; SHARED_BYTES, dynamic shared memory.
 #pragma once
 
 #include "panel_words.cuh"
@@ -18,7 +18,6 @@ constexpr int BLOCK = 128;
 constexpr int TILE = 128;
 constexpr int CONSUMERS = 256;
 constexpr int WARPS = CONSUMERS / 32;
-constexpr int NEAR = 8;  // tiles of rows whose programs run at a time
 constexpr int SUMS = ROWS / 2;
 static_assert(THREADS == CONSUMERS + 128, "two warp groups and one that copies");
 

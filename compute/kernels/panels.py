@@ -1,11 +1,11 @@
-"""Products of e4m3 weights with many rows, on Hopper GPUs: in CUDA C++ (``panel_*.cu``), where a weight is converted while
-the matrix unit works.
+"""Products of e4m3 weights with many rows, on Hopper GPUs: in CUDA C++ (``panel_*.cu``), where a weight is converted
+while the matrix unit works.
 
-They give the bits of `compute.kernels.triton_linear` and `compute.kernels.triton_many_experts`, in less time: there, the
-warps of a program load, convert and multiply a block of columns in step.
+They give the bits of `compute.kernels.triton_linear` and `compute.kernels.triton_many_experts`, in less time: there,
+the warps of a program load, convert and multiply a block of columns in step.
 
-``x`` is copied into *panels* first: of each 64 columns, in operand order, all rows, 128 bytes each, so that a tile of rows
-is one piece of memory; the 16-byte words of a row change places as the matrix unit wants it (`_panel_kernel`).
+``x`` is copied into *panels* first: of each 64 columns, in operand order, all rows, 128 bytes each, so that a tile of
+rows is one piece of memory. The 16-byte words of a row change places as the matrix unit wants it (`_panel_kernel`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _STAGES = {False: 3, True: 4}
 """Blocks of columns that a tile of rows has room for."""
 _WEIGHT_STAGES = 4
 _TURNS = 0
+_NEAR = 8
+"""Tiles of rows that clusters of one time have; others have other tiles of the weight."""
 _COLUMNS = 256
 """Of a program that fills panels."""
 
@@ -152,9 +154,8 @@ def _panel_kernel(  # type: ignore[no-untyped-def]
     values = tl.load(x + source.to(tl.int64)[:, None] * x_row + column[None, :], mask=(column < K)[None, :], other=0.0)
     word = (place // 8 % 8)[None, :] ^ (row % 8)[:, None]
     at = (place // 64)[None, :].to(tl.int64) * (tl.num_programs(0) * GROUP) + row[:, None]
-    tl.store(
-        panels + at * 64 + word * 8 + (place % 8)[None, :], values.to(tl.bfloat16), mask=(place < K)[None, :]
-    )
+    at = tl.max_contiguous(tl.multiple_of(at * 64 + word * 8 + (place % 8)[None, :], (1, 8)), (1, 8))
+    tl.store(panels + at, values.to(tl.bfloat16), mask=(place < K)[None, :])
 
 
 def _addresses(matrix: Matrix) -> tuple[Argument, Argument]:
@@ -168,15 +169,20 @@ def _blocks(device: torch.device) -> int:
 
 
 def _kernel(name: str, splits: int, **defines: int) -> CudaKernel:
-    split = splits > 1
-    tuned = {
+    return _compiled(name, torch.cuda.current_device(), **tuned(splits > 1), **defines)
+
+
+def tuned(split: bool) -> dict[str, int]:
+    """What sources are compiled with, if K is cut in splits or not."""
+    return {
+        "SPLIT": int(split),
         "ROWS": _ROWS[split],
         "STAGES": _STAGES[split],
         "WEIGHT_STAGES": _WEIGHT_STAGES,
         "CLUSTER": _CLUSTER,
         "TURNS": _TURNS,
+        "NEAR": _NEAR,
     }
-    return _compiled(name, torch.cuda.current_device(), SPLIT=int(split), **tuned, **defines)
 
 
 @functools.cache
