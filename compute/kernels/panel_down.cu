@@ -21,12 +21,13 @@ struct Down {
     __device__ void store(const Tile &tile, const float (&sums)[SUMS]) const {
         int column = row(tile), expert = pairs.expert(tile.rows);
         int first_row = pairs.first(tile.rows, expert) + threadIdx.x % 4 * 2;
+        int begin = pairs.begin(expert), end = pairs.end(expert);
         if (column >= hidden) return;
         int to[SUMS / 2];
 #pragma unroll
         for (int i = 0; i < SUMS / 2; i++) {
             int at_row = first_row + i / 2 * 8 + i % 2;
-            to[i] = pairs.has(expert, at_row) ? __ldg(order + at_row) : -1;
+            to[i] = begin <= at_row && at_row < end ? __ldg(order + at_row) : -1;
         }
 #pragma unroll
         for (int i = 0; i < SUMS; i += 4)

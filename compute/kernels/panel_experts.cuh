@@ -9,8 +9,6 @@ class Pairs {
     int ends[COUNT + 1], tile_ends[COUNT + 1];
     static_assert(COUNT < THREADS, "a thread for each expert");
 
-    __device__ int begin(int expert) const { return expert == 0 ? 0 : ends[expert - 1]; }
-
 public:
     // To be called by all threads of the block.
     __device__ void read(const int *ends_of_all) {
@@ -40,11 +38,13 @@ public:
         }
         return low;
     }
-    // The tile's first row, a multiple of 8, which may be an expert's before; and the rows that are this expert's.
+    // An expert's pairs.
+    __device__ int begin(int expert) const { return expert == 0 ? 0 : ends[expert - 1]; }
+    __device__ int end(int expert) const { return ends[expert]; }
+    // The tile's first row, a multiple of 8, which may be an expert's before.
     __device__ int first(int tile, int expert) const {
         return begin(expert) / 8 * 8 + (tile - (expert == 0 ? 0 : tile_ends[expert - 1])) * ROWS;
     }
-    __device__ bool has(int expert, int row) const { return begin(expert) <= row && row < ends[expert]; }
 };
 struct Shared {
     Ring ring;

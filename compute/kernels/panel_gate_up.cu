@@ -20,16 +20,17 @@ struct GateUp {
     __device__ void store(const Tile &tile, const float (&sums)[SUMS]) const {
         int warp = threadIdx.x / 32, expert = pairs.expert(tile.rows);
         int first_row = pairs.first(tile.rows, expert) + threadIdx.x % 4 * 2;
+        int begin = pairs.begin(expert) - first_row, end = pairs.end(expert) - first_row;
         if (tile.weight * (TILE / 2) >= inner) return;
-        unsigned short *to = gated + (long long)tile.weight * x_rows * 64 + threadIdx.x % 32 / 4;
+        unsigned short *to = gated + ((long long)tile.weight * x_rows + first_row) * 64 + threadIdx.x % 32 / 4;
 #pragma unroll
-        for (int i = 0; i < SUMS; i += 4)
+        for (int j = 0; j < 2; j++) {
+            unsigned short *word = to + j * 64 + (warp ^ (first_row + j) % 8) * 8;
 #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                int row = first_row + i * 2 + j;
-                if (pairs.has(expert, row))
-                    to[(long long)row * 64 + (warp ^ row % 8) * 8] = bfloat16_of(gated_of(sums[i + j], sums[i + 2 + j]));
-            }
+            for (int i = 0; i < SUMS; i += 4)
+                if (begin <= i * 2 + j && i * 2 + j < end)
+                    word[i * 2 * 64] = bfloat16_of(gated_of(sums[i + j], sums[i + 2 + j]));
+        }
     }
 };
 

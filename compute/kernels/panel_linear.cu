@@ -24,19 +24,19 @@ struct Linear {
         return {from + (long long)low * k, from + (long long)high * k, of_tile, of_tile};
     }
     __device__ void store(const Tile &tile, const float (&sums)[SUMS]) const {
-        int column = row(tile), x_row = first(tile) + threadIdx.x % 4 * 2;
+        int column = row(tile), x_row = first(tile) + threadIdx.x % 4 * 2, left = m - x_row;
         if (column >= n) return;  // n is even
+        long long at = x_row * out_stride + column;
 #pragma unroll
-        for (int i = 0; i < SUMS; i += 4)
+        for (int i = 0; i < SUMS; i += 4, at += 8 * out_stride)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                int at_row = x_row + i * 2 + j;
-                if (at_row >= m) continue;
-                long long at = at_row * out_stride + column;
+                if (i * 2 + j >= left) continue;
                 if (FLOAT_OUT)
-                    *(float2 *)((float *)out + at) = make_float2(sums[i + j], sums[i + 2 + j]);
+                    *(float2 *)((float *)out + at + j * out_stride) = make_float2(sums[i + j], sums[i + 2 + j]);
                 else
-                    *(unsigned *)((unsigned short *)out + at) = bfloat16_pair(sums[i + j], sums[i + 2 + j]);
+                    *(unsigned *)((unsigned short *)out + at + j * out_stride) =
+                        bfloat16_pair(sums[i + j], sums[i + 2 + j]);
             }
     }
 };

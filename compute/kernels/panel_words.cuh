@@ -83,7 +83,29 @@ __device__ unsigned bfloat16_pair(float low, float high) {
 #define FLOATS_4(array, i) "+f"(array[i]), "+f"(array[i + 1]), "+f"(array[i + 2]), "+f"(array[i + 3])
 #define FLOATS_16(array, i) FLOATS_4(array, i), FLOATS_4(array, i + 4), FLOATS_4(array, i + 8), FLOATS_4(array, i + 12)
 
-// sums = a * x, or += if `add`, of a warp group: 64 rows of a weight times 128 or 160 of x, 16 columns.
+// sums = a * x, or += if `add`, of a warp group: 64 rows of a weight times twice as many of x as there are sums, 16
+// columns.
+__device__ void multiply_panel(float (&sums)[32], const unsigned (&a)[4], unsigned long long x, int add) {
+    asm volatile(
+        "{ .reg .pred add; setp.ne.b32 add, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0; }"
+        : FLOATS_16(sums, 0), FLOATS_16(sums, 16)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
+}
+__device__ void multiply_panel(float (&sums)[48], const unsigned (&a)[4], unsigned long long x, int add) {
+    asm volatile(
+        "{ .reg .pred add; setp.ne.b32 add, %53, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+        "}, {%48, %49, %50, %51}, %52, add, 1, 1, 0; }"
+        : FLOATS_16(sums, 0), FLOATS_16(sums, 16), FLOATS_16(sums, 32)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
+}
 __device__ void multiply_panel(float (&sums)[64], const unsigned (&a)[4], unsigned long long x, int add) {
     asm volatile(
         "{ .reg .pred add; setp.ne.b32 add, %69, 0;\n"

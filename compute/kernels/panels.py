@@ -29,10 +29,10 @@ _ROW_GROUP = 8
 _PANEL = 64
 _CLUSTER = 2
 _CONSUMERS = 256
-_ROWS = {False: 160, True: 128}
-"""Of a tile, by whether K is cut in splits: then there is one more sum to keep."""
-_STAGES = {False: 3, True: 4}
-"""Blocks of columns that a tile of rows has room for."""
+_STAGES = {64: 6, 96: 5, 128: 4, 160: 3}
+"""By the rows of a tile, the blocks of columns of x that there is room for. 160 are too many where K is cut in splits,
+as there is one more sum to keep.
+"""
 _WEIGHT_STAGES = 4
 _TURNS = 0
 _NEAR = 8
@@ -61,7 +61,7 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, splits: int) -> None:
     split, splits = split_columns(k, splits)
     panels = torch.empty(panel_rows(rows) * k, dtype=torch.bfloat16, device=x.device)
     fill_panels(x, panels)
-    kernel = _kernel("panel_linear", splits, FLOAT_OUT=int(out.dtype == torch.float32))
+    kernel = _kernel("panel_linear", splits, rows, FLOAT_OUT=int(out.dtype == torch.float32))
     numbers = map(CudaKernel.int32, (rows, n, k, panel_rows(rows), split // BLOCK))
     kernel.launch(
         (_blocks(x.device), 1),
@@ -76,33 +76,33 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, splits: int) -> None:
 
 
 def gate_up(
-    panels: Tensor, ends: Tensor, weight: Matrix, shared: Matrix, gated: Tensor, rows: int, splits: int
+    panels: Tensor, ends: Tensor, weight: Matrix, shared: Matrix, gated: Tensor, pairs: int, each: int, splits: int
 ) -> None:
-    """``gated = silu(gate(x)) * up(x)`` of ``rows`` sorted pairs, from panels to panels.
+    """``gated = silu(gate(x)) * up(x)`` of sorted ``pairs``, from panels to panels.
 
-    ``ends`` int32 [E + 1] says where the pairs of each expert, and of the shared one, end.
+    ``ends`` int32 [E + 1] says where the pairs of each expert, and of the shared one, end; experts have about ``each``.
     """
     count, inner, hidden = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
     split, splits = split_columns(hidden, splits)
-    _kernel("panel_gate_up", splits, COUNT=count).launch(
+    _kernel("panel_gate_up", splits, each, COUNT=count).launch(
         (_blocks(panels.device), 1),
         [
             *map(CudaKernel.address, (panels, ends)),
             *_addresses(weight),
             *_addresses(shared),
             CudaKernel.address(gated),
-            *map(CudaKernel.int32, (inner, hidden, panel_rows(rows), split // BLOCK)),
+            *map(CudaKernel.int32, (inner, hidden, panel_rows(pairs), split // BLOCK)),
         ],
     )
 
 
 def down(
-    gated: Tensor, order: Tensor, ends: Tensor, weight: Matrix, shared: Matrix, outputs: Tensor, splits: int
+    gated: Tensor, order: Tensor, ends: Tensor, weight: Matrix, shared: Matrix, outputs: Tensor, each: int, splits: int
 ) -> None:
     """``outputs`` float32 [pairs, H]: of the i-th of the sorted pairs, at its number ``order[i]``."""
     count, hidden, inner = weight.shape
     split, splits = split_columns(inner, splits)
-    _kernel("panel_down", splits, COUNT=count).launch(
+    _kernel("panel_down", splits, each, COUNT=count).launch(
         (_blocks(gated.device), 1),
         [
             *map(CudaKernel.address, (gated, order, ends)),
@@ -168,16 +168,23 @@ def _blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count // _CLUSTER * _CLUSTER
 
 
-def _kernel(name: str, splits: int, **defines: int) -> CudaKernel:
-    return _compiled(name, torch.cuda.current_device(), **tuned(splits > 1), **defines)
+def _kernel(name: str, splits: int, rows: int, **defines: int) -> CudaKernel:
+    split = splits > 1
+    return _compiled(name, torch.cuda.current_device(), **tuned(split, rows_of_tile(split, rows)), **defines)
 
 
-def tuned(split: bool) -> dict[str, int]:
-    """What sources are compiled with, if K is cut in splits or not."""
+def rows_of_tile(split: bool, rows: int) -> int:
+    """That many, or somewhat more, tiles of this many take the least time: each takes some beside that of its rows."""
+    tiles = [tile for tile in _STAGES if tile <= 128 or not split]
+    return min(tiles, key=lambda tile: (-(-rows // tile) * (tile + 48), -tile))
+
+
+def tuned(split: bool, rows: int) -> dict[str, int]:
+    """What sources are compiled with for tiles of ``rows``, if K is cut in splits or not."""
     return {
         "SPLIT": int(split),
-        "ROWS": _ROWS[split],
-        "STAGES": _STAGES[split],
+        "ROWS": rows,
+        "STAGES": _STAGES[rows],
         "WEIGHT_STAGES": _WEIGHT_STAGES,
         "CLUSTER": _CLUSTER,
         "TURNS": _TURNS,

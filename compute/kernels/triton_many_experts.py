@@ -86,8 +86,9 @@ def _part(
         outputs = scratch.memory[gated_floats:]
         rows_of_pairs = outputs.view(torch.bfloat16)  # until there are outputs
         panels.fill_panels(x, rows_of_pairs, order, places)
-        panels.gate_up(rows_of_pairs, ends, gate_up, shared_gate_up, gated, pairs, first.splits)
-        panels.down(gated, order, ends, down, shared_down, outputs, second.splits)
+        each = 5 * chosen.numel() // (4 * count)  # of most experts no more
+        panels.gate_up(rows_of_pairs, ends, gate_up, shared_gate_up, gated, pairs, each, first.splits)
+        panels.down(gated, order, ends, down, shared_down, outputs, each, second.splits)
         _join(outputs, weights, out, shared is not None)
         return
     row_tile, cut = MANY_ROW_TILE, MANY_TILING[e4m3]

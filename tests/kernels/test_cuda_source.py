@@ -42,10 +42,12 @@ def test_products_of_few_rows_compile(name: str, rows: int) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("split", "rows"), [(False, 64), (True, 64), (False, 96), (True, 96), (False, 128), (True, 128), (False, 160)]
+)
 @pytest.mark.parametrize("name", panels.SOURCES)
-def test_products_of_many_rows_compile(name: str, split: bool) -> None:
-    defines = panels.launch_defines(panels.tuned(split) | {"FLOAT_OUT": 1, "COUNT": panels.MOST_EXPERTS})
+def test_products_of_many_rows_compile(name: str, split: bool, rows: int) -> None:
+    defines = panels.launch_defines(panels.tuned(split, rows) | {"FLOAT_OUT": 1, "COUNT": panels.MOST_EXPERTS})
     assert defines["SHARED_BYTES"] <= 227 << 10
     assert compiled(name, (9, 0), tuple(sorted(defines.items()))).startswith(b"\x7fELF")
 

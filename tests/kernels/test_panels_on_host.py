@@ -62,7 +62,7 @@ def _matrix(*shape: int, seed: int) -> Matrix:
     ("rows", "n", "k", "splits", "dtype"),
     [
         (300, 390, 640, 2, torch.float32),  # three tiles of rows and four of the weight, of which clusters have two
-        (70, 128, 384, 3, torch.bfloat16),
+        (70, 128, 384, 3, torch.bfloat16),  # a tile of 96
         (165, 258, 256, 1, torch.bfloat16),
     ],
 )
@@ -79,8 +79,8 @@ def test_products(rows: int, n: int, k: int, splits: int, dtype: torch.dtype) ->
     assert bool(out[:, n:].isnan().all())
 
 
-@pytest.mark.parametrize("counts", [(131, 0, 5, 3, 70), (0, 0, 1, 200, 0)])
-def test_experts(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("counts", "each"), [((131, 0, 5, 3, 70), 128), ((0, 0, 1, 200, 0), 90), ((70, 3, 5), 10)])
+def test_experts(counts: tuple[int, ...], each: int) -> None:
     """Of sorted pairs, some with none, some whose first row shares eight rows with another's; the last is shared."""
     hidden, inner, places = 512, 256, 2
     count, pairs = len(counts) - 1, sum(counts)
@@ -94,8 +94,8 @@ def test_experts(counts: tuple[int, ...]) -> None:
     gated = torch.full((panels.panel_rows(pairs) * inner,), torch.nan, dtype=torch.bfloat16)
     outputs = torch.full((pairs, hidden), torch.nan)
     panels.fill_panels(x, rows, order, places)
-    panels.gate_up(rows, ends, gate_up, shared_gate_up, gated, pairs, 2)
-    panels.down(gated, order, ends, down, shared_down, outputs, 1)
+    panels.gate_up(rows, ends, gate_up, shared_gate_up, gated, pairs, each, 2)
+    panels.down(gated, order, ends, down, shared_down, outputs, each, 1)
     for expert, of in enumerate(order.long().split(counts)):
         first, second = (shared_gate_up, shared_down) if expert == count else (gate_up[expert], down[expert])
         if not len(of):
