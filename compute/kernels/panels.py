@@ -176,7 +176,7 @@ def _kernel(name: str, splits: int, rows: int, **defines: int) -> CudaKernel:
 def rows_of_tile(split: bool, rows: int) -> int:
     """That many, or somewhat more, tiles of this many take the least time: each takes some beside that of its rows."""
     tiles = [tile for tile in _STAGES if tile <= 128 or not split]
-    return min(tiles, key=lambda tile: (-(-rows // tile) * (tile + 48), -tile))
+    return min(tiles, key=lambda tile: (-(-max(rows, 1) // tile) * (tile + 48), -tile))
 
 
 def tuned(split: bool, rows: int) -> dict[str, int]:
