@@ -26,7 +26,6 @@ SOURCES = ("panel_linear", "panel_gate_up", "panel_down")
 MOST_EXPERTS = 320
 _ROW_GROUP = 8
 """Rows whose words change places in eight ways."""
-_PANEL = 64
 _CLUSTER = 2
 _CONSUMERS = 256
 _STAGES = {64: 6, 96: 5, 128: 4, 160: 3}

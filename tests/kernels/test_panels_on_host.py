@@ -61,8 +61,8 @@ def _matrix(*shape: int, seed: int) -> Matrix:
 @pytest.mark.parametrize(
     ("rows", "n", "k", "splits", "dtype"),
     [
-        (300, 390, 640, 2, torch.float32),  # three tiles of rows and four of the weight, of which clusters have two
-        (70, 128, 384, 3, torch.bfloat16),  # a tile of 96
+        (270, 390, 384, 2, torch.float32),  # three tiles of rows and four of the weight, of which clusters have two
+        (70, 128, 640, 3, torch.bfloat16),  # a tile of 96
         (165, 258, 256, 1, torch.bfloat16),
     ],
 )
@@ -82,7 +82,7 @@ def test_products(rows: int, n: int, k: int, splits: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize(("counts", "each"), [((131, 0, 5, 3, 70), 128), ((0, 0, 1, 200, 0), 90), ((70, 3, 5), 10)])
 def test_experts(counts: tuple[int, ...], each: int) -> None:
     """Of sorted pairs, some with none, some whose first row shares eight rows with another's; the last is shared."""
-    hidden, inner, places = 512, 256, 2
+    hidden, inner, places = 384, 128, 2
     count, pairs = len(counts) - 1, sum(counts)
     gate_up, down = _matrix(count, 2 * inner, hidden, seed=1), _matrix(count, hidden, inner, seed=2)
     shared_gate_up, shared_down = _matrix(2 * inner, hidden, seed=3), _matrix(hidden, inner, seed=4)
