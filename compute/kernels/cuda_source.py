@@ -89,7 +89,7 @@ def compiled(name: str, capability: tuple[int, int], defines: tuple[tuple[str, i
     source = Path(__file__).with_name(f"{name}.cu").read_bytes()
     major, minor = capability
     options = [
-        f"--gpu-architecture=sm_{major}{minor}".encode(),
+        f"--gpu-architecture=sm_{major}{minor}{'a' if major == 9 else ''}".encode(),
         f"--include-path={Path(__file__).parent}".encode(),
         *(f"-D{key}={value}".encode() for key, value in defines),
     ]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compute.kernels import strips
+from compute.kernels import panels, strips
 from compute.kernels.matrix import BLOCK, Matrix
 from compute.kernels.ptx import PTX
 from compute.kernels.triton_products import (
@@ -79,6 +79,9 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
         return
     split, splits = split_columns(k, cut.splits)
     apart = rows <= FEW_ROWS
+    if heads == 1 and not apart and panels.fits_panels(weight) and panels.fits_output(out[:, 0]):
+        panels.linear(x[:, 0], weight, out[:, 0], splits)
+        return
     ordered = e4m3 and not apart and k % BLOCK == 0
     if ordered:
         x = in_operand_order(x)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compute.kernels import panels
 from compute.kernels.matrix import BLOCK, Matrix
 from compute.kernels.ptx import PTX
 from compute.kernels.triton_experts import gate_up_rows, gated_rows, tilings, weight_of, weight_pointers
@@ -50,6 +51,7 @@ def many_rows(
     most = scratch.memory.numel() // floats
     if most < 1:
         raise InvalidValue("a product's scratch floats", scratch.memory.numel(), f"at least {floats}, for one row")
+    most = most // 8 * 8 or most  # so that panels have no rows too many
     for start in range(0, x.shape[0], most):
         part = slice(start, start + most)
         _part(x[part], chosen[part], weights[part], gate_up, down, shared, out[part], scratch)
@@ -73,19 +75,31 @@ def _part(
     flat = numbers.reshape(-1).long()
     order = flat.argsort(stable=True).int()
     counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))
+    ends = counts.cumsum(0).int()
+    shared_gate_up, shared_down = shared or (gate_up, down)
     e4m3 = gate_up.scales is not None
+    first, second = tilings(hidden, e4m3)
+    gated_floats = panels.panel_rows(pairs) * inner // 2
+    fits = gated_floats + pairs * hidden <= scratch.memory.numel() and pairs >= 8 and count <= panels.MOST_EXPERTS
+    if fits and all(map(panels.fits_panels, (gate_up, down, shared_gate_up, shared_down))):
+        gated = scratch.memory[:gated_floats].view(torch.bfloat16)
+        outputs = scratch.memory[gated_floats:]
+        rows_of_pairs = outputs.view(torch.bfloat16)  # until there are outputs
+        panels.fill_panels(x, rows_of_pairs, order, places)
+        each = 5 * chosen.numel() // (4 * count)  # of most experts no more
+        panels.gate_up(rows_of_pairs, ends, gate_up, shared_gate_up, gated, pairs, each, first.splits)
+        panels.down(gated, order, ends, down, shared_down, outputs, each, second.splits)
+        _join(outputs, weights, out, shared is not None)
+        return
     row_tile, cut = MANY_ROW_TILE, MANY_TILING[e4m3]
     ordered = e4m3 and hidden % BLOCK == 0 and inner % BLOCK == 0
     if ordered:
         x = in_operand_order(x[:, None])
-    ends = counts.cumsum(0).int()
     tile_ends = ((counts + row_tile - 1) // row_tile).cumsum(0).int()
     row_tiles = triton.cdiv(pairs, row_tile) + count
 
     gated = scratch.memory[: pairs * inner // 2].view(torch.bfloat16)
     outputs = scratch.memory[pairs * inner // 2 :]
-    shared_gate_up, shared_down = shared or (gate_up, down)
-    first, second = tilings(hidden, e4m3)
     common = {
         "COUNT": count,
         "EXPERTS": triton.next_power_of_2(count + 1),
@@ -135,13 +149,18 @@ def _part(
         WHOLE=inner % whole == 0,
         **common,
     )
+    _join(outputs, weights, out, shared is not None)
+
+
+def _join(outputs: Tensor, weights: Tensor, out: Tensor, shared: bool) -> None:
+    rows, hidden = out.shape
     _many_join_kernel[(rows, triton.cdiv(hidden, _JOINED_COLUMNS))](
         outputs,
         weights,
         out,
         hidden,
-        CHOICES=chosen.shape[1],
-        SHARED=int(shared is not None),
+        CHOICES=weights.shape[1],
+        SHARED=int(shared),
         TILE=_JOINED_COLUMNS,
         num_warps=4,
         **launch_options(),

@@ -12,7 +12,7 @@ from compute.kernels.norms import add_rms_norm, silu_mul
 from protocol.model import DEMO
 from tests.kernels.pages import DEVICE
 
-MODULES = ("triton_linear", "triton_experts", "triton_many_experts", "triton_norms", "strips")
+MODULES = ("triton_linear", "triton_experts", "triton_many_experts", "triton_norms", "strips", "panels")
 HIDDEN, INNER = 512, 128
 COUNT, CHOICES = DEMO.n_routed_experts, DEMO.num_experts_per_tok
 ROWS = (3, 9, 20, 70)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cuda.bindings import nvrtc
 
-from compute.kernels import strips
+from compute.kernels import panels, strips
 from compute.kernels.cuda_source import compiled
 from compute.kernels.topk_cluster import DEFINES
 from protocol.errors import NoDevice
@@ -41,6 +41,17 @@ def test_products_of_few_rows_compile(name: str) -> None:
         defines = {"THREADS": 256, "SPLITS": 4, "FLOAT_OUT": 1, "CHOICES": 8, "SHARED": 1}
         defines = strips.launch_defines(defines | some)
         assert compiled(name, (9, 0), tuple(sorted(defines.items()))).startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("split", "rows"), [(False, 64), (True, 64), (False, 96), (True, 96), (False, 128), (True, 128), (False, 160)]
+)
+@pytest.mark.parametrize("name", panels.SOURCES)
+def test_products_of_many_rows_compile(name: str, split: bool, rows: int) -> None:
+    defines = panels.launch_defines(panels.tuned(split, rows) | {"FLOAT_OUT": 1, "COUNT": panels.MOST_EXPERTS})
+    assert defines["SHARED_BYTES"] <= 227 << 10
+    assert compiled(name, (9, 0), tuple(sorted(defines.items()))).startswith(b"\x7fELF")
 
 
 @needs_nvrtc

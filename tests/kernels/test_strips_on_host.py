@@ -7,9 +7,7 @@ be writing.
 
 from __future__ import annotations
 
-import functools
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from torch import Tensor
 from compute.kernels import reference_experts, reference_linear, strips
 from compute.kernels.matrix import Matrix
 from compute.kernels.triton_products import Scratch
-from tests.kernels.host_program import build, needs_compiler, run
+from tests.kernels.host_program import host_kernel, needs_compiler, programs
 
 SUMS = 1e-5
 """What values of about 1 may differ by: sums are float32, in another order than the reference's."""
@@ -33,51 +31,15 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("_on_host")]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The program of a kernel, given its name and defines; it is built once."""
-    folder = tmp_path_factory.mktemp("strips")
-
-    @functools.cache
-    def built(name: str, **defines: int) -> Path:
-        file = "-".join(map(str, (name, *defines.values())))
-        return build(folder, file, "strips.cpp", defines | {"SOURCE": f'"{name}.cu"', "KERNEL": name})
-
-    return built
+    return programs(tmp_path_factory.mktemp("strips"))
 
 
 @pytest.fixture(params=[0, 1])
 def _on_host(request: pytest.FixtureRequest, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Has `strips` launch programs, in two orders of the threads."""
-
-    class HostKernel:
-        address = staticmethod(lambda tensor: tensor)
-        int32 = staticmethod(lambda value: struct.pack("i", value))
-        int64 = staticmethod(lambda value: struct.pack("q", value))
-
-        def __init__(self, name: str, defines: dict[str, int]) -> None:
-            self._program = program(name, **defines)
-
-        def launch(self, grid: tuple[int, int], arguments: Sequence[Tensor | bytes]) -> None:
-            _launch(self._program, struct.pack("3I", *grid, request.param), arguments)
-
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(strips, "_compiled", strips._compiled.__wrapped__)
-    monkeypatch.setattr(strips, "CudaKernel", HostKernel)
-
-
-def _launch(program: Path, head: bytes, arguments: Sequence[Tensor | bytes]) -> None:
-    given, tensors = [head], []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            span = 1 + sum((n - 1) * step for n, step in zip(argument.shape, argument.stride(), strict=True))
-            tensors.append(argument.as_strided((span,), (1,)).view(torch.uint8))
-            given += [struct.pack("q", len(tensors[-1])), tensors[-1].numpy().tobytes()]
-        else:
-            given.append(argument)
-    written = run(program, b"".join(given))
-    assert len(written) == sum(map(len, tensors))
-    after = torch.frombuffer(bytearray(written), dtype=torch.uint8).split([len(tensor) for tensor in tensors])
-    for tensor, values in zip(tensors, after, strict=True):
-        tensor.copy_(values)
+    monkeypatch.setattr(strips, "CudaKernel", host_kernel(program, request.param))
 
 
 def _normal(*shape: int, seed: int) -> Tensor:

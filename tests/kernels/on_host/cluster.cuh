@@ -9,24 +9,13 @@ struct Arrival { int phase, pending, bytes; };
 
 namespace host {
 
-template <typename Type> Type *in_block(const Type *own, unsigned rank) {
-    Block &block = blocks.at(rank);
-    size_t offset = (const char *)own - self->block->shared;
-    if (!block.shared || !block.running) fail("another block's shared memory, which is not there");
-    if (offset + sizeof(Type) > block.bytes) fail("outside another block's shared memory");
-    return (Type *)(block.shared + offset);
-}
 inline void arrived(Arrival *at) {
     if (at->pending == 0 && at->bytes == 0) at->phase ^= 1, at->pending = 1;
 }
 
 }  // namespace host
 
-inline void cluster_arrive() {
-    int threads = 0;
-    for (host::Block &block : host::blocks) threads += block.warps.size() * 32;
-    host::self->cluster_generation = host::arrive(host::cluster, threads);
-}
+inline void cluster_arrive() { host::self->cluster_generation = host::arrive(host::cluster, host::threads_of_cluster()); }
 inline void cluster_arrive_relaxed() { cluster_arrive(); }
 inline void cluster_wait() { host::leave(host::cluster, host::self->cluster_generation); }
 inline void cluster_barrier() { cluster_arrive(), cluster_wait(); }

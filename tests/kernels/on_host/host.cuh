@@ -23,23 +23,28 @@
 #define SHARED_MEMORY(TYPE, name) TYPE &name = *(TYPE *)host::own_shared(sizeof(TYPE))
 #define threadIdx (host::self->thread_index)
 #define blockIdx (host::self->block_index)
+#define gridDim (host::grid)
 
 using std::max;
 using std::min;
 
 struct int2 { int x, y; };
+struct float2 { float x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline int __float_as_int(float value) { int bits; memcpy(&bits, &value, 4); return bits; }
 inline float __int_as_float(int bits) { float value; memcpy(&value, &bits, 4); return value; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 template <typename Type> Type __ldcg(const Type *address) { return *address; }
+template <typename Type> Type __ldg(const Type *address) { return *address; }
 
 namespace host {
 
@@ -73,6 +78,7 @@ struct Thread {
 inline Thread *self;
 inline ucontext_t scheduler;
 inline std::vector<Block> blocks;
+inline Index grid;
 inline Barrier cluster;
 inline std::function<void()> kernel;
 inline long progress;  // threads that began, or went on from where they waited
@@ -98,11 +104,23 @@ inline void leave(const Barrier &barrier, int generation) {
 inline void *own_shared(size_t bytes) {
     Block &block = *self->block;
     if (!block.shared) {
-        block.shared = (char *)aligned_alloc(16, (bytes + 15) / 16 * 16);
+        if (posix_memalign((void **)&block.shared, 1024, (bytes + 15) / 16 * 16)) fail("no memory");
         memset(block.shared, 0xa5, bytes);
         block.bytes = bytes;
     }
     return block.shared;
+}
+template <typename Type> Type *in_block(const Type *own, unsigned rank) {
+    Block &block = blocks.at(rank);
+    size_t offset = (const char *)own - self->block->shared;
+    if (!block.shared || !block.running) fail("another block's shared memory, which is not there");
+    if (offset + sizeof(Type) > block.bytes) fail("outside another block's shared memory");
+    return (Type *)(block.shared + offset);
+}
+inline int threads_of_cluster() {
+    int threads = 0;
+    for (Block &block : blocks) threads += block.warps.size() * 32;
+    return threads;
 }
 // Waits for all lanes of the warp; returns what each of them brought.
 template <typename Type> std::array<Type, 32> of_warp(const Type &own) {
