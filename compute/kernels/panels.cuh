@@ -1,15 +1,15 @@
 // Sums of products of many rows with e4m3 weights: see compute/kernels/panels.py.
 //
-// A tile is 128 rows of a weight times ROWS of x. Two warp groups have 64 rows of the weight each. A thread copies its own
-// operands of them to shared memory some blocks of 128 columns ahead, where no other thread reads them, and converts
-// half a block of them while the matrix unit has the half before. A third warp group's first thread copies x, of which
-// the blocks of a cluster, with neighbouring tiles of the weight, each bring a part to all.
+// A tile is 128 rows of a weight times ROWS of x. Two warp groups have 64 rows of the weight each, and take turns with the
+// matrix unit. A thread copies its own operands of them to shared memory some blocks of 128 columns ahead, where no other
+// thread reads them, and converts half a block of them while the matrix unit has the half before. A third warp group's
+// first thread copies x, of which the blocks of a cluster, with neighbouring tiles of the weight, each bring a part to all.
 //
 // x is in panels: for each 64 columns, in operand order, rows of 128 bytes, as `begin_products` wants them.
 //
 // Defined by whoever compiles it: ROWS; STAGES, blocks of columns of x, and WEIGHT_STAGES, of the weight, that there is
-// room for; SPLIT, whether K is cut in splits; CLUSTER; TURNS, whether the warp groups take turns by rule; NEAR, tiles
-// of rows that are done at a time; THREADS, 384; SHARED_BYTES, dynamic shared memory.
+// room for; SPLIT, whether K is cut in splits; CLUSTER; NEAR, tiles of rows that are done at a time; THREADS, 384;
+// SHARED_BYTES, dynamic shared memory.
 #pragma once
 
 #include "panel_words.cuh"
@@ -192,7 +192,7 @@ private:
         unsigned first[4][4], second[4][4];  // halves of a block
         await_copies<WEIGHT_STAGES - 1>();
         convert(first, 0, 0);
-        if (TURNS && group == 1) give_turn(0);
+        if (group == 1) give_turn(0);
         for (int number = tiles.first(); number < tiles.end(); number += tiles.step()) {
             float sums[SUMS] = {};
             Splits before(ring);
@@ -203,11 +203,11 @@ private:
                 int next = min(block + 1, blocks - 1);
                 float next_low = __ldg(rows.low_scales + next), next_high = __ldg(rows.high_scales + next);
                 await_phase(&ring.full[place.stage], place.round % 2);
-                if (TURNS) await_turn(group);
+                await_turn(group);
                 begin_products(part, first, ring.x[place.stage][0], false);
                 convert(second, weight.stage, 1);
                 begin_products(part, second, ring.x[place.stage][1], true);
-                if (TURNS) give_turn(group ^ 1);
+                give_turn(group ^ 1);
                 copies.next(*this, tiles, ring.weight[weight.stage]);
                 weight.next();
                 await_products<1>(part, first);
@@ -227,6 +227,6 @@ private:
             before.add_to(sums);
             work.store(tiles[number], sums);
         }
-        if (TURNS && group == 0) await_turn(0);  // which the other one gave last
+        if (group == 0) await_turn(0);  // which the other one gave last
     }
 };

@@ -33,7 +33,6 @@ _STAGES = {64: 6, 96: 5, 128: 4, 160: 3}
 as there is one more sum to keep.
 """
 _WEIGHT_STAGES = 4
-_TURNS = 0
 _NEAR = 8
 """Tiles of rows that clusters of one time have; others have other tiles of the weight."""
 _COLUMNS = 256
@@ -186,7 +185,6 @@ def tuned(split: bool, rows: int) -> dict[str, int]:
         "STAGES": _STAGES[rows],
         "WEIGHT_STAGES": _WEIGHT_STAGES,
         "CLUSTER": _CLUSTER,
-        "TURNS": _TURNS,
         "NEAR": _NEAR,
     }
 

@@ -38,10 +38,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(params=[0, 1])
 def _on_host(request: pytest.FixtureRequest, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `panels` launch programs of two clusters, in two orders of the threads and with and without turns."""
+    """Has `panels` launch programs of two clusters, in two orders of the threads."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(panels, "_blocks", lambda _: 4)
-    monkeypatch.setattr(panels, "_TURNS", request.param)
     monkeypatch.setattr(panels, "_compiled", panels._compiled.__wrapped__)
     monkeypatch.setattr(panels, "CudaKernel", host_kernel(program, request.param))
 
