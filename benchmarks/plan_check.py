@@ -43,16 +43,17 @@ class Measured:
 
 def configure(parser: ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("results", type=Path, nargs="*", help="result files (default: the kept ones)")
+    parser.add_argument("results", type=Path, nargs="*", help="result files (default: the kept ones of what the model is of)")
 
 
 def run(arguments: Namespace) -> Report:
     """Compare; raises `InvalidValue` where no result has a step of the hardware that the model was measured on."""
     files = arguments.results or sorted(RESULTS.glob("*.json"))
+    since = "" if arguments.results else measured()["since"]
     report = Report("plan", measured()["hardware"], {"results": []})
     seen: set[tuple[str, str]] = set()
     for result in sorted(map(load, files), key=lambda result: result.date, reverse=True):
-        if result.bench not in BENCHES:
+        if result.bench not in BENCHES or result.date < since:
             continue
         if result.hardware != report.hardware:
             print(f"{result.bench} on {result.hardware}: not the plan's hardware", file=sys.stderr)
