@@ -43,7 +43,7 @@ class Measured:
 
 def configure(parser: ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("results", type=Path, nargs="*", help="result files (default: the kept ones of what the model is of)")
+    parser.add_argument("results", type=Path, nargs="*", help="result files (default: those kept of its kernels)")
 
 
 def run(arguments: Namespace) -> Report:
