@@ -12,20 +12,10 @@ from compute.kernels.linear import Workspace, linear
 from compute.kernels.matrix import Matrix
 from compute.kernels.triton_products import Tiling
 from tests.kernels.pages import DEVICE
-from tests.kernels.test_strips import needs_hopper
+from tests.kernels.products import matrix, needs_hopper, normal
 
 AGAIN = 5
 """Runs that must all give the same: warp groups go their own ways."""
-
-
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _matrix(*shape: int, seed: int) -> Matrix:
-    made = reference_linear.quantise(_normal(*shape, seed=seed))
-    assert made.scales is not None
-    return Matrix(made.values.to(DEVICE), made.scales.to(DEVICE))
 
 
 def _by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,10 +30,10 @@ def _by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products(monkeypatch: pytest.MonkeyPatch, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
     """Rows of a wider tensor, into rows of one; NaN around both; and a row of NaN, which touches no other."""
     monkeypatch.setattr(triton_linear, "tiling", lambda *_: Tiling(splits, 128, 8, 128, 4))
-    weight, workspace = _matrix(n, k, seed=1), Workspace(8, DEVICE, kernels="triton")
+    weight, workspace = matrix(n, k, seed=1), Workspace(8, DEVICE, kernels="triton")
     for rows in (65, 128, 161, 1030):
         x = torch.full((rows + 2, k + 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)[1:-1, 8:-8]
-        x.copy_(_normal(rows, k, seed=rows))
+        x.copy_(normal(rows, k, seed=rows))
 
         def run(x: Tensor) -> Tensor:
             out = torch.full((len(x) + 2, n + 8), torch.nan, dtype=dtype, device=DEVICE)
@@ -75,13 +65,13 @@ def test_products(monkeypatch: pytest.MonkeyPatch, n: int, k: int, splits: int, 
 def test_experts(monkeypatch: pytest.MonkeyPatch, count: int, choices: int, shared: bool, rows: int) -> None:
     """All of them, some of many, with and without a shared one; more than there is room for go another way."""
     hidden, inner = 640, 256
-    own = Experts(_matrix(count, 2 * inner, hidden, seed=1), _matrix(count, hidden, inner, seed=2))
-    common = (_matrix(2 * inner, hidden, seed=3), _matrix(hidden, inner, seed=4)) if shared else None
+    own = Experts(matrix(count, 2 * inner, hidden, seed=1), matrix(count, hidden, inner, seed=2))
+    common = (matrix(2 * inner, hidden, seed=3), matrix(hidden, inner, seed=4)) if shared else None
     workspace = Workspace(8, DEVICE, kernels="triton", nbytes=32 << 20)
-    x = _normal(rows, hidden, seed=5).bfloat16().to(DEVICE)
+    x = normal(rows, hidden, seed=5).bfloat16().to(DEVICE)
     order = torch.rand((rows, count), generator=torch.Generator().manual_seed(rows)).argsort(1)
     chosen = order[:, :choices].sort(1).values.int().contiguous().to(DEVICE)
-    weights = _normal(rows, choices, seed=7).abs().to(DEVICE)
+    weights = normal(rows, choices, seed=7).abs().to(DEVICE)
 
     def run(x: Tensor) -> Tensor:
         workspace.scratch.memory.fill_(torch.nan)
@@ -105,16 +95,16 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, count: int, choices: int, shar
 @needs_hopper
 def test_what_does_not_fit_goes_another_way() -> None:
     """K that is no whole number of blocks, an odd number of weight rows, outputs that are not aligned, bfloat16."""
-    weight = _matrix(64, 256, seed=1)
+    weight = matrix(64, 256, seed=1)
     assert panels.fits_panels(weight)
-    assert not panels.fits_panels(_matrix(64, 192, seed=1))
-    assert not panels.fits_panels(_matrix(63, 256, seed=1))
-    assert not panels.fits_panels(Matrix(_normal(64, 256, seed=1).bfloat16().to(DEVICE)))
+    assert not panels.fits_panels(matrix(64, 192, seed=1))
+    assert not panels.fits_panels(matrix(63, 256, seed=1))
+    assert not panels.fits_panels(Matrix(normal(64, 256, seed=1).bfloat16().to(DEVICE)))
     out = torch.empty(70, 66, device=DEVICE)
     assert panels.fits_output(out[:, 2:])
     assert not panels.fits_output(out[:, 1:65])
     assert not panels.fits_output(torch.empty(70, 65, device=DEVICE))
-    x = _normal(70, 256, seed=2).bfloat16().to(DEVICE)
+    x = normal(70, 256, seed=2).bfloat16().to(DEVICE)
     linear(x, weight, out[:, 1:65], Workspace(8, DEVICE, kernels="triton"))
     exact = x.double() @ reference_linear.dequantise(weight).double().T
     assert float((out[:, 1:65].double() - exact).norm() / exact.norm()) < 1e-5

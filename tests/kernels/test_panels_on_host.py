@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from compute.kernels import panels, reference_linear
-from compute.kernels.matrix import Matrix
 from compute.kernels.reference_norms import silu_mul
 from tests.conftest import CUDA
 from tests.kernels.host_program import host_kernel, needs_compiler, programs
+from tests.kernels.products import normal, scaled_matrix
 
 SUMS = 1e-5
 """What values of about 1 may differ by: sums are float32, in another order than the reference's."""
@@ -45,18 +44,6 @@ def _on_host(request: pytest.FixtureRequest, program: Callable[..., Path], monke
     monkeypatch.setattr(panels, "CudaKernel", host_kernel(program, request.param))
 
 
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _matrix(*shape: int, seed: int) -> Matrix:
-    """Its products are about 1, its scales unlike each other."""
-    made = reference_linear.quantise(_normal(*shape, seed=seed) / shape[-1] ** 0.5)
-    assert made.scales is not None
-    made.scales.mul_(_normal(*made.scales.shape, seed=seed).exp2_())
-    return made
-
-
 @pytest.mark.parametrize(
     ("rows", "n", "k", "splits", "dtype"),
     [
@@ -67,9 +54,9 @@ def _matrix(*shape: int, seed: int) -> Matrix:
 )
 def test_products(rows: int, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
     """Rows of a wider tensor, into rows of one, with NaN around both; and a row of NaN, which touches no other."""
-    weight = _matrix(n, k, seed=1)
+    weight = scaled_matrix(n, k, seed=1)
     x = torch.full((rows, k + 16), torch.nan, dtype=torch.bfloat16)[:, 8:-8]
-    x.copy_(_normal(rows, k, seed=rows))
+    x.copy_(normal(rows, k, seed=rows))
     x[1] = torch.nan
     out = torch.full((rows, n + 8), torch.nan, dtype=dtype)
     panels.linear(x, weight, out[:, :n], splits)
@@ -83,9 +70,9 @@ def test_experts(counts: tuple[int, ...], each: int) -> None:
     """Of sorted pairs, some with none, some whose first row shares eight rows with another's; the last is shared."""
     hidden, inner, places = 384, 128, 2
     count, pairs = len(counts) - 1, sum(counts)
-    gate_up, down = _matrix(count, 2 * inner, hidden, seed=1), _matrix(count, hidden, inner, seed=2)
-    shared_gate_up, shared_down = _matrix(2 * inner, hidden, seed=3), _matrix(hidden, inner, seed=4)
-    x = _normal(-(-pairs // places), hidden, seed=5).bfloat16()
+    gate_up, down = scaled_matrix(count, 2 * inner, hidden, seed=1), scaled_matrix(count, hidden, inner, seed=2)
+    shared_gate_up, shared_down = scaled_matrix(2 * inner, hidden, seed=3), scaled_matrix(hidden, inner, seed=4)
+    x = normal(-(-pairs // places), hidden, seed=5).bfloat16()
     x[2] = torch.nan
     order = torch.randperm(pairs, generator=torch.Generator().manual_seed(6)).int()
     ends = torch.tensor(counts).cumsum(0).int()

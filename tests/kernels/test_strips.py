@@ -11,26 +11,12 @@ from compute.kernels.experts import Experts, experts
 from compute.kernels.linear import Workspace, linear
 from compute.kernels.matrix import Matrix
 from compute.kernels.triton_products import Tiling
-from tests.conftest import CUDA
 from tests.kernels.pages import DEVICE
+from tests.kernels.products import matrix, needs_hopper, normal
 
-HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(
-    not HOPPER, reason="needs a GPU of compute capability 9.0: others use the Triton kernels"
-)
 ROWS = (1, 2, 3, 4, 5, 8, 9, 13, 16)
 AGAIN = 20
 """Runs that must all give the same: warps go their own ways."""
-
-
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _matrix(*shape: int, seed: int) -> Matrix:
-    made = reference_linear.quantise(_normal(*shape, seed=seed))
-    assert made.scales is not None
-    return Matrix(made.values.to(DEVICE), made.scales.to(DEVICE))
 
 
 def _by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,11 +32,11 @@ def _by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products(monkeypatch: pytest.MonkeyPatch, n: int, k: int, splits: int, dtype: torch.dtype) -> None:
     """Rows of a wider tensor, into rows of one; NaN around both, and in the rows that are not given."""
     monkeypatch.setattr(triton_linear, "tiling", lambda *_: Tiling(splits, 128, 8, 128, 4))
-    weight, workspace = _matrix(n, k, seed=1), Workspace(16, DEVICE, kernels="triton")
+    weight, workspace = matrix(n, k, seed=1), Workspace(16, DEVICE, kernels="triton")
     wide = torch.full((18, k + 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     for rows in ROWS:
         x = wide[1 : 1 + rows, 8:-8]
-        x.copy_(_normal(rows, k, seed=rows))
+        x.copy_(normal(rows, k, seed=rows))
         assert strips.fits_strips(x, weight, 4)
         results = []
         for _ in range(AGAIN):
@@ -72,14 +58,14 @@ def test_products(monkeypatch: pytest.MonkeyPatch, n: int, k: int, splits: int, 
 def test_experts(monkeypatch: pytest.MonkeyPatch, count: int, choices: int, shared: bool) -> None:
     """All of them, some of many, with and without a shared one; and a row of NaN, which touches no other."""
     hidden, inner = 640, 256
-    own = Experts(_matrix(count, 2 * inner, hidden, seed=1), _matrix(count, hidden, inner, seed=2))
-    common = (_matrix(2 * inner, hidden, seed=3), _matrix(hidden, inner, seed=4)) if shared else None
+    own = Experts(matrix(count, 2 * inner, hidden, seed=1), matrix(count, hidden, inner, seed=2))
+    common = (matrix(2 * inner, hidden, seed=3), matrix(hidden, inner, seed=4)) if shared else None
     workspace = Workspace(16, DEVICE, kernels="triton", nbytes=64 << 20)
     for rows in ROWS:
-        x = _normal(rows, hidden, seed=5).bfloat16().to(DEVICE)
+        x = normal(rows, hidden, seed=5).bfloat16().to(DEVICE)
         order = torch.rand((rows, count), generator=torch.Generator().manual_seed(rows)).argsort(1)
         chosen = order[:, :choices].sort(1).values.int().contiguous().to(DEVICE)
-        weights = _normal(rows, choices, seed=7).abs().to(DEVICE)
+        weights = normal(rows, choices, seed=7).abs().to(DEVICE)
 
         def run(x: Tensor, chosen: Tensor = chosen, weights: Tensor = weights) -> Tensor:
             workspace.scratch.memory.fill_(torch.nan)
@@ -103,16 +89,16 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, count: int, choices: int, shar
 @needs_hopper
 def test_what_does_not_fit_goes_another_way() -> None:
     """Rows that are not aligned, too many of them, K that is no whole number of blocks, weights that are not e4m3."""
-    weight = _matrix(64, 256, seed=1)
-    x = _normal(17, 264, seed=2).bfloat16().to(DEVICE)
+    weight = matrix(64, 256, seed=1)
+    x = normal(17, 264, seed=2).bfloat16().to(DEVICE)
     assert strips.fits_strips(x[:4, :256], weight, 4)
     assert not strips.fits_strips(x[:4, 1:257], weight, 4)
     assert not strips.fits_strips(x[:, :256], weight, 4)
     assert not strips.fits_strips(x[:4, :256], weight, 17)
     assert strips.fits_strips(x[:16, :256], weight, 17)
     assert not strips.fits_strips(x[:0, :256], weight, 4)
-    assert not strips.fits_strips(x[:4, :192], _matrix(64, 192, seed=1), 4)
-    assert not strips.fits_strips(x[:4, :256], Matrix(_normal(64, 256, seed=1).bfloat16().to(DEVICE)), 4)
+    assert not strips.fits_strips(x[:4, :192], matrix(64, 192, seed=1), 4)
+    assert not strips.fits_strips(x[:4, :256], Matrix(normal(64, 256, seed=1).bfloat16().to(DEVICE)), 4)
     out = torch.empty(4, 64, device=DEVICE)
     linear(x[:4, 1:257], weight, out, Workspace(8, DEVICE, kernels="triton"))
     exact = x[:4, 1:257].double() @ reference_linear.dequantise(weight).double().T

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from compute.kernels import reference_experts, reference_linear, strips
-from compute.kernels.matrix import Matrix
 from compute.kernels.triton_products import Scratch
 from tests.kernels.host_program import host_kernel, needs_compiler, programs
+from tests.kernels.products import normal, scaled_matrix
 
 SUMS = 1e-5
 """What values of about 1 may differ by: sums are float32, in another order than the reference's."""
@@ -42,20 +42,8 @@ def _on_host(request: pytest.FixtureRequest, program: Callable[..., Path], monke
     monkeypatch.setattr(strips, "CudaKernel", host_kernel(program, request.param))
 
 
-def _normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _matrix(*shape: int, seed: int) -> Matrix:
-    """Its products are about 1, its scales unlike each other."""
-    made = reference_linear.quantise(_normal(*shape, seed=seed) / shape[-1] ** 0.5)
-    assert made.scales is not None
-    made.scales.mul_(_normal(*made.scales.shape, seed=seed).exp2_())
-    return made
-
-
 def _rows(count: int, k: int) -> Tensor:
-    x = _normal(count, k, seed=count).bfloat16()
+    x = normal(count, k, seed=count).bfloat16()
     if count % 2 == 0:
         x[1] = torch.nan
     return x
@@ -78,7 +66,7 @@ def _scratch() -> Scratch:
 )
 def test_products(n: int, k: int, splits: int, counts: tuple[int, ...], dtype: torch.dtype) -> None:
     """Rows of a wider tensor, into rows of one, with NaN around both; one of two or four rows is NaN, too."""
-    weight = _matrix(n, k, seed=1)
+    weight = scaled_matrix(n, k, seed=1)
     for rows in counts:
         x = torch.full((rows, k + 16), torch.nan, dtype=torch.bfloat16)[:, 8:-8]
         x.copy_(_rows(rows, k))
@@ -101,11 +89,11 @@ def test_experts(
     count: int, choices: int, shared: bool, hidden: int, inner: int, splits: int, counts: tuple[int, ...]
 ) -> None:
     """The second row chooses what the first does; of two or four rows it is NaN."""
-    gate_up, down = _matrix(count, 2 * inner, hidden, seed=1), _matrix(count, hidden, inner, seed=2)
-    common = (_matrix(2 * inner, hidden, seed=3), _matrix(hidden, inner, seed=4)) if shared else None
+    gate_up, down = scaled_matrix(count, 2 * inner, hidden, seed=1), scaled_matrix(count, hidden, inner, seed=2)
+    common = (scaled_matrix(2 * inner, hidden, seed=3), scaled_matrix(hidden, inner, seed=4)) if shared else None
     for rows in counts:
-        x, weights = _rows(rows, hidden), _normal(rows, choices, seed=6).abs()
-        chosen = _normal(rows, count, seed=rows).argsort(1)[:, :choices].sort(1).values.int()
+        x, weights = _rows(rows, hidden), normal(rows, choices, seed=6).abs()
+        chosen = normal(rows, count, seed=rows).argsort(1)[:, :choices].sort(1).values.int()
         chosen[-1, -1] = count - 1
         if rows > 1:
             chosen[1] = chosen[0]

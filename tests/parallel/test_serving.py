@@ -85,6 +85,23 @@ def test_the_command_serves_and_ends(launcher: Launcher, daemon: DaemonProcess) 
     close(daemon, "kept")
 
 
+def test_what_is_under_way_is_answered_before_the_end(launcher: Launcher, daemon: DaemonProcess) -> None:
+    """All ranks get the signal in the middle of an answer."""
+    served = Served(launcher, daemon)
+    asked = {"model": "demo", "prompt": "Ranks are", "max_tokens": 60}
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(served.ask, "POST", "/v1/completions", **asked)
+        while not served.ask("GET", "/status")[1]["tokens"]:
+            time.sleep(0.01)
+        served.signal(signal.SIGTERM, 0, 1)
+        assert not answer.done(), "it was answered before the signal"
+        status, reply = answer.result()
+    assert status == 200, reply
+    assert reply["usage"]["completion_tokens"] == 60
+    assert launcher.results() == [0, 0]
+    assert daemon.stat().sessions == []
+
+
 def test_a_lost_shard_ends_the_server(launcher: Launcher, daemon: DaemonProcess) -> None:
     """In the middle of an answer, which ends with an error."""
     served = Served(launcher, daemon, "--peer-timeout", "200")

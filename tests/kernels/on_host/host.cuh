@@ -92,7 +92,7 @@ template <typename Condition> void await(Condition condition) {
     while (!condition()) swapcontext(&self->context, &scheduler);
     ++progress;
 }
-// What a thread then awaits another than.
+// The generation that a thread arrives in; it may leave when that has gone.
 inline int arrive(Barrier &barrier, int expected) {
     int generation = barrier.generation;
     if (++barrier.arrived == expected) barrier.arrived = 0, ++barrier.generation;
