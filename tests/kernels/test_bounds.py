@@ -30,6 +30,7 @@ from compute.kernels.inputs import Angles, IndexerRows, hidden_inputs, query_inp
 from compute.kernels.linear import Workspace, head_linear, linear
 from compute.kernels.matrix import Matrix
 from compute.kernels.norms import add_rms_norm, rms_norm, silu_mul
+from compute.kernels.panels import fill_panels, panel_rows
 from compute.kernels.planar import planar_blocks, planar_rows
 from compute.kernels.positions import begin_step
 from compute.kernels.resolve import RoundBuffers, resolve
@@ -248,6 +249,14 @@ def test_products(e4m3: bool, n: int, k: int, rows: int) -> None:
     workspace = Workspace(rows, DEVICE, kernels="triton", nbytes=1 << 20)
     out = torch.empty(rows, n + 3)[:, :n]
     linear(_normal(rows, k + 8).bfloat16()[:, 8:], _matrix(e4m3, n, k), out, workspace)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 128), (9, 384)])
+def test_panels(rows: int, k: int) -> None:
+    """Of rows as they are, and of those that sorted pairs name."""
+    x, order = _normal(rows, k + 8)[:, 8:], torch.randperm(2 * rows, dtype=torch.int32)
+    for count, pairs in ((rows, None), (2 * rows, order)):
+        fill_panels(x, torch.empty(panel_rows(count) * k, dtype=torch.bfloat16), pairs, 2)
 
 
 def test_products_of_heads() -> None:
