@@ -49,7 +49,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> Report:
     """Compare; raises `InvalidValue` where no result has a step of the hardware that the model was measured on."""
     files = arguments.results or sorted(RESULTS.glob("*.json"))
-    since = "" if arguments.results else measured()["since"]
+    since = "" if arguments.results else products_date()
     report = Report("plan", measured()["hardware"], {"results": []})
     seen: set[tuple[str, str]] = set()
     for result in sorted(map(load, files), key=lambda result: result.date, reverse=True):
@@ -69,6 +69,11 @@ def run(arguments: Namespace) -> Report:
             "results", [str(path) for path in files], f"one of {', '.join(BENCHES)} on {report.hardware}"
         )
     return report
+
+
+def products_date() -> str:
+    """When the products that the model is made from were measured: kept steps of before then may be of others."""
+    return load(RESULTS / measured()["kernels"][-1]).date
 
 
 def steps_of(result: Report) -> Iterator[Measured]:

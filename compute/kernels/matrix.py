@@ -53,6 +53,12 @@ class Matrix:
         """Bytes of values and scales: what a product reads."""
         return self.values.nbytes + (self.scales.nbytes if self.scales is not None else 0)
 
+    @property
+    def e4m3(self) -> tuple[Tensor, Tensor]:
+        """Values and scales of an e4m3 weight."""
+        assert self.scales is not None
+        return self.values, self.scales
+
     def __getitem__(self, index: int) -> Matrix:
         """The matrix of one expert or head; shares memory."""
         return Matrix(self.values[index], None if self.scales is None else self.scales[index])

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compute.kernels.cuda_source import Argument, CudaKernel
+from compute.kernels.cuda_source import CudaKernel
 from compute.kernels.matrix import BLOCK, Matrix
 from compute.kernels.triton_products import operand_columns, split_columns
 from compute.kernels.triton_support import INTERPRETED, await_kernel_before, launch_options
@@ -65,7 +65,7 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, splits: int) -> None:
         (_blocks(x.device), 1),
         [
             CudaKernel.address(panels),
-            *_addresses(weight),
+            *map(CudaKernel.address, weight.e4m3),
             CudaKernel.address(out),
             CudaKernel.int64(out.stride(0)),
             *numbers,
@@ -86,8 +86,8 @@ def gate_up(
         (_blocks(panels.device), 1),
         [
             *map(CudaKernel.address, (panels, ends)),
-            *_addresses(weight),
-            *_addresses(shared),
+            *map(CudaKernel.address, weight.e4m3),
+            *map(CudaKernel.address, shared.e4m3),
             CudaKernel.address(gated),
             *map(CudaKernel.int32, (inner, hidden, panel_rows(pairs), split // BLOCK)),
         ],
@@ -104,8 +104,8 @@ def down(
         (_blocks(gated.device), 1),
         [
             *map(CudaKernel.address, (gated, order, ends)),
-            *_addresses(weight),
-            *_addresses(shared),
+            *map(CudaKernel.address, weight.e4m3),
+            *map(CudaKernel.address, shared.e4m3),
             CudaKernel.address(outputs),
             *map(CudaKernel.int32, (hidden, inner, panel_rows(len(order)), split // BLOCK)),
         ],
@@ -154,11 +154,6 @@ def _panel_kernel(  # type: ignore[no-untyped-def]
     at = (place // 64)[None, :].to(tl.int64) * (tl.num_programs(0) * GROUP) + row[:, None]
     at = tl.max_contiguous(tl.multiple_of(at * 64 + word * 8 + (place % 8)[None, :], (1, 8)), (1, 8))
     tl.store(panels + at, values.to(tl.bfloat16), mask=(place < K)[None, :])
-
-
-def _addresses(matrix: Matrix) -> tuple[Argument, Argument]:
-    assert matrix.scales is not None
-    return CudaKernel.address(matrix.values), CudaKernel.address(matrix.scales)
 
 
 def _blocks(device: torch.device) -> int:

@@ -32,6 +32,7 @@ _TEAM = 8
 _STAGES = {1: 3, 2: 3, 4: 2}
 """By the rows that there is room for: as many as let 24 warps or more share a multiprocessor."""
 _MULTIPROCESSORS = 132
+"""Of an H200."""
 _X_STAGES = 4
 """Blocks of ``x`` of a team."""
 _LEAST_OF_GATE_UP = 60 << 10
@@ -67,7 +68,7 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, splits: int, scratch: Scratch
         grid,
         [
             CudaKernel.address(x),
-            *_addresses(weight),
+            *map(CudaKernel.address, weight.e4m3),
             CudaKernel.address(out),
             *_scratch(scratch, rows),
             *map(CudaKernel.int64, (x.stride(0), out.stride(0))),
@@ -106,8 +107,8 @@ def experts(
         grid,
         [
             *map(CudaKernel.address, (x, chosen)),
-            *_addresses(gate_up),
-            *_addresses(shared_gate_up),
+            *map(CudaKernel.address, gate_up.e4m3),
+            *map(CudaKernel.address, shared_gate_up.e4m3),
             CudaKernel.address(gated),
             *_scratch(scratch, rows),
             *map(CudaKernel.int32, (rows, inner, hidden, split // BLOCK)),
@@ -120,8 +121,8 @@ def experts(
         grid,
         [
             *map(CudaKernel.address, (gated, chosen, weights)),
-            *_addresses(down),
-            *_addresses(shared_down),
+            *map(CudaKernel.address, down.e4m3),
+            *map(CudaKernel.address, shared_down.e4m3),
             CudaKernel.address(out),
             *_scratch(scratch, rows),
             *map(CudaKernel.int32, (rows, hidden, inner)),
@@ -132,11 +133,6 @@ def experts(
 def _scratch(scratch: Scratch, rows: int) -> list[Argument]:
     """What only teams need."""
     return [] if rows <= _ALONE else [CudaKernel.address(scratch.memory), CudaKernel.address(scratch.tickets)]
-
-
-def _addresses(matrix: Matrix) -> tuple[Argument, Argument]:
-    assert matrix.scales is not None
-    return CudaKernel.address(matrix.values), CudaKernel.address(matrix.scales)
 
 
 def _kernel(product: str, rows: int, warps: int, grid: tuple[int, int], **defines: int) -> CudaKernel:

@@ -80,7 +80,8 @@ def _part(
     e4m3 = gate_up.scales is not None
     first, second = tilings(hidden, e4m3)
     gated_floats = panels.panel_rows(pairs) * inner // 2
-    fits = gated_floats + pairs * hidden <= scratch.memory.numel() and pairs >= 8 and count <= panels.MOST_EXPERTS
+    fits = gated_floats + pairs * hidden <= scratch.memory.numel() and count <= panels.MOST_EXPERTS
+    fits = fits and panels.panel_rows(pairs) <= 2 * pairs  # as rows lie where outputs will, which are twice as wide
     if fits and all(map(panels.fits_panels, (gate_up, down, shared_gate_up, shared_down))):
         gated = scratch.memory[:gated_floats].view(torch.bfloat16)
         outputs = scratch.memory[gated_floats:]

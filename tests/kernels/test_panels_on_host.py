@@ -25,7 +25,7 @@ ROUNDED = 2**-7
 
 pytestmark = [
     needs_compiler,
-    pytest.mark.skipif(CUDA, reason="needs Triton's interpreter, which fills panels of the host"),
+    pytest.mark.skipif(CUDA, reason="here Triton fills panels on the GPU, and a program of the host cannot read those"),
     pytest.mark.usefixtures("_on_host"),
 ]
 
