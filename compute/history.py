@@ -24,17 +24,16 @@ from compute.hot_cache import HotCaches
 from compute.index_keys import KeyBlocks, KeyTable
 from compute.kernels.choice import KernelsName, default_kernels, make_kernels
 from compute.kernels.kernel_set import KernelSet
-from compute.kernels.state import LENGTH, NO_RING, RING_FIRST, PageMap
+from compute.kernels.state import LENGTH, NO_RING, RING_FIRST, PageMap, PageRun
 from compute.negative_control import NegativeControl
 from compute.session import HostSession
+from compute.warming import Warming
 from protocol.errors import CopybackLag, InvalidValue
 from protocol.layout import PAGE_TOKENS, PageFormat, round_up
 from protocol.session_state import COUNTER_NAMES
 
 EXTEND_PAGES = 16
 """Pages asked of the daemon at a time, ahead of need."""
-WARM_ROWS = 16
-"""Last rows of a prefill whose selections the hot cache begins with."""
 
 
 class History:
@@ -63,9 +62,9 @@ class History:
         self._counted_before = session.state.counters if session else {}
         self._attachment = attachment
         self._home = home
-        self._last_selections: dict[int, Tensor] = {}
+        self._runs_at_home: list[PageRun] = []
         self._length = 0
-        self._use_cache = False
+        self._use_cache = self._decodes_next = False
         self._control = NegativeControl(page_format, caches)
         number = session.account if session else 0
         pages = self.max_tokens // PAGE_TOKENS
@@ -99,6 +98,7 @@ class History:
                 self._ring.free()
             self._tables.free()
             raise
+        self._warming = Warming(caches, self.kernels) if caches else None
         self._keys = KeyTable(keys, key_block_address)
         self._mapped_pages = 0
         self._closed = False
@@ -111,19 +111,25 @@ class History:
         """Rows of the history, committed or not."""
         return self._length
 
-    def begin(self, tokens: int, *, cached: bool) -> Tensor:
+    def begin(self, tokens: int, *, cached: bool, decodes_next: bool = False) -> Tensor:
         """Make room for ``tokens`` new rows; returns their positions, int64 [tokens].
 
         ``cached`` says that selections are to be read through the hot cache (decoding) rather than in place
-        (prefilling, whose query rows would pin more slots than there are). Raises `InvalidValue` past the session's
-        limit, `OutOfCapacity` where a tier is full; then nothing has changed but that pages may have been added.
+        (prefilling, whose query rows would pin more slots than there are), ``decodes_next`` that this is the last pass
+        before decoding: the hot cache is warmed beside it. Raises `InvalidValue` past the session's limit,
+        `OutOfCapacity` where a tier is full; then nothing has changed but that pages may have been added.
         """
         if cached:
             self.warm()
+        elif self._warming:
+            self._warming.join()
         first, end = self._length, self._length + tokens
         self._make_room(first, tokens)
         self._set_length(end)
         self._use_cache = cached and self.caches is not None
+        self._decodes_next = decodes_next
+        if self.session and not cached:
+            self._runs_at_home = self.session.page_runs(self._ring_first_page)
         return torch.arange(first, end, device=self._attachment.device.torch_device)
 
     def append(self, layer: int, positions: Tensor, latent: Tensor, rope: Tensor) -> None:
@@ -138,8 +144,10 @@ class History:
     def select(self, group: int, query: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
         """The selection of each query row: int32 [n, topk], ascending, -1 last."""
         selection = self.kernels.select(group, query, weights, positions)
-        if self.caches and not self._use_cache:
-            self._last_selections[group] = selection[-WARM_ROWS:].clone()
+        if self._warming and not self._use_cache:
+            self._warming.keep(group, selection)
+            if self._decodes_next:
+                self._warming.begin(group, self._ring_first_page * PAGE_TOKENS)
         return selection
 
     def addresses(self, group: int, selection: Tensor) -> Tensor:
@@ -148,7 +156,7 @@ class History:
         if not self._use_cache or self.caches is None:
             # More reads than there are rows at home: each of these is better brought over once.
             if 0 < self._ring_first_page * PAGE_TOKENS < selection.numel():
-                return self.kernels.streamed(group, selection, self._ring_first_page)
+                return self.kernels.streamed(group, selection, self._runs_at_home)
             return self.kernels.in_place(group, selection)
         addresses = self.kernels.round(group, selection)
         self._control.strike(group)
@@ -212,14 +220,9 @@ class History:
     # What the worker calls
 
     def warm(self) -> None:
-        """After a prefill, fetch its newest rows and what its last ones selected: decoding begins with a warm cache."""
-        if not (self.caches and self._last_selections):
-            return
-        self.kernels.release()
-        for group, selections in self._last_selections.items():
-            for part in self.caches.warming(selections, self._ring_first_page * PAGE_TOKENS):
-                self.kernels.round(group, part)
-        self._last_selections.clear()
+        """Decoding begins with a warm cache: what was not fetched beside the last pass is fetched now."""
+        if self._warming:
+            self._warming.finish(self._ring_first_page * PAGE_TOKENS)
 
     def barrier(self, hidden: Tensor | None = None) -> None:
         """Return when every row of every group is committed. ``hidden`` [hidden size] is the last row's.
@@ -252,7 +255,9 @@ class History:
         self.copyback.wait_through(self.copyback.submitted_pages)
         self._attachment.device.synchronize()
         self._home.truncate(tokens, logged=logged)
-        self._last_selections.clear()
+        if self._warming:
+            self._warming.forget()
+        self.kernels.release()  # pages at home may change now
         # The pages that are written next are the session's own from now on, if they were shared.
         for page in range(max(tokens - 1, 0) // PAGE_TOKENS, round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS):
             self.map.page_address[page] = self._home.page_address(page)

@@ -14,6 +14,7 @@ import torch
 from compute.attach import Attachment
 from compute.copyback import Copyback
 from compute.device import Device
+from compute.kernels.state import PageRun
 from compute.mapping import map_segment
 from protocol import session_state
 from protocol.daemon_block import read_daemon_block, split_entries
@@ -118,6 +119,19 @@ class HostSession:
         """Absolute address of ``page`` in host RAM."""
         extent, index = session_state.unpack_frame(self._frames[page])
         return self.attachment.extent(extent).address + index * self.format.stride
+
+    def page_runs(self, pages: int) -> list[PageRun]:
+        """The first ``pages`` pages, as few runs."""
+        runs: list[PageRun] = []
+        before = None
+        for page in range(pages):
+            extent, index = session_state.unpack_frame(self._frames[page])
+            if before == (extent, index - 1):
+                runs[-1] = PageRun(runs[-1].address, runs[-1].pages + 1)
+            else:
+                runs.append(PageRun(self.page_address(page), 1))
+            before = extent, index
+        return runs
 
     def page(self, page: int) -> torch.Tensor:
         """uint8 [stride] over ``page`` in host RAM."""

@@ -136,10 +136,9 @@ class Worker(Histories):
         hidden = torch.empty(0)
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            hidden = self.step(history, part, cached=False)
+            hidden = self.step(history, part, cached=False, decodes_next=start + chunk >= len(tokens))
             if progress:
                 progress(start + len(part), len(tokens))
-        history.warm()
         self.attachment.warmed_up()
         return hidden[-1]
 
@@ -240,9 +239,12 @@ class Worker(Histories):
         return int(self.decoder.logits(hidden[None])[0].argmax())
 
     @torch.inference_mode()
-    def step(self, history: History, tokens: Sequence[int], *, cached: bool) -> Tensor:
-        """Append one token or several and run the model over them: hidden float32 [n, hidden size]."""
-        positions = history.begin(len(tokens), cached=cached)
+    def step(self, history: History, tokens: Sequence[int], *, cached: bool, decodes_next: bool = False) -> Tensor:
+        """Append one token or several and run the model over them: hidden float32 [n, hidden size].
+
+        ``cached`` and ``decodes_next`` are `History.begin`'s.
+        """
+        positions = history.begin(len(tokens), cached=cached, decodes_next=decodes_next)
         ids = torch.tensor(tokens, dtype=torch.int64)  # on the host, so that looking at them waits for nothing
         hidden = self.decoder.forward(ids, positions, history)
         if self._draft_rows is not None:

@@ -7,10 +7,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from compute import warming
 from compute.decode.decoder import FastDecoder
 from compute.decode.layers import LayerInputs, Layers
 from compute.decode.weights import DecodeWeights, MtpWeights
-from compute.history import WARM_ROWS, History
+from compute.history import History
 from compute.kernels.linear import linear
 from compute.kernels.norms import rms_norm
 from protocol.errors import InvalidValue
@@ -99,7 +100,7 @@ def append_draft_rows(
     layer.project(inputs)
     history.append(layer.number, positions, inputs.latent, inputs.rope)
     history.append_keys(group, positions, inputs.index_keys)
-    newest = slice(max(len(tokens) - WARM_ROWS, 0), None)  # drafting begins with a warm cache
+    newest = slice(max(len(tokens) - warming.ROWS, 0), None)  # drafting begins with a warm cache
     history.select(group, inputs.index_query[newest], inputs.index_weights[newest], positions[newest])
 
 

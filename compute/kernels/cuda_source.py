@@ -33,15 +33,15 @@ class CudaKernel:
         self._shared_bytes = defines.get("SHARED_BYTES", 0)
         torch.cuda.set_device(torch.cuda.current_device())  # makes torch's context the driver's current one
         image = compiled(name, torch.cuda.get_device_capability(), tuple(sorted(defines.items())))
-        self._driver = driver = _bindings()[0]
-        self._module = _call(driver.cuModuleLoadData, image)
-        self._function = _call(driver.cuModuleGetFunction, self._module, name.encode())
+        self._driver = driver = bindings()[0]
+        self._module = call(driver.cuModuleLoadData, image)
+        self._function = call(driver.cuModuleGetFunction, self._module, name.encode())
         attribute = driver.CUfunction_attribute
         size = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _call(driver.cuFuncSetAttribute, self._function, size, self._shared_bytes)
+        call(driver.cuFuncSetAttribute, self._function, size, self._shared_bytes)
         if self._cluster > 8:
             allowed = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-            _call(driver.cuFuncSetAttribute, self._function, allowed, 1)
+            call(driver.cuFuncSetAttribute, self._function, allowed, 1)
 
     @staticmethod
     def address(tensor: Tensor) -> Argument:
@@ -79,13 +79,13 @@ class CudaKernel:
             attributes.append(overlapped)
         config.attrs, config.numAttrs = attributes, len(attributes)
         values, types = zip(*arguments, strict=True)
-        _call(driver.cuLaunchKernelEx, config, self._function, (values, types), 0)
+        call(driver.cuLaunchKernelEx, config, self._function, (values, types), 0)
 
 
 @functools.cache
 def compiled(name: str, capability: tuple[int, int], defines: tuple[tuple[str, int], ...]) -> bytes:
     """The machine code of ``name``.cu for a compute capability; needs no GPU."""
-    nvrtc = _bindings()[1]
+    nvrtc = bindings()[1]
     source = Path(__file__).with_name(f"{name}.cu").read_bytes()
     major, minor = capability
     options = [
@@ -93,22 +93,23 @@ def compiled(name: str, capability: tuple[int, int], defines: tuple[tuple[str, i
         f"--include-path={Path(__file__).parent}".encode(),
         *(f"-D{key}={value}".encode() for key, value in defines),
     ]
-    program = _call(nvrtc.nvrtcCreateProgram, source, f"{name}.cu".encode(), 0, [], [])
+    program = call(nvrtc.nvrtcCreateProgram, source, f"{name}.cu".encode(), 0, [], [])
     try:
         result = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * _call(nvrtc.nvrtcGetProgramLogSize, program)
-            _call(nvrtc.nvrtcGetProgramLog, program, log)
+            log = b" " * call(nvrtc.nvrtcGetProgramLogSize, program)
+            call(nvrtc.nvrtcGetProgramLog, program, log)
             raise NoDevice(f"{name}.cu cannot be compiled for compute capability {major}.{minor}: {log.decode()}")
-        image: bytes = b" " * _call(nvrtc.nvrtcGetCUBINSize, program)
-        _call(nvrtc.nvrtcGetCUBIN, program, image)
+        image: bytes = b" " * call(nvrtc.nvrtcGetCUBINSize, program)
+        call(nvrtc.nvrtcGetCUBIN, program, image)
         return image
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
 @functools.cache
-def _bindings() -> tuple[Any, Any]:
+def bindings() -> tuple[Any, Any]:
+    """``cuda.bindings.driver`` and ``.nvrtc``; raises `NoDevice` without them."""
     try:
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
@@ -116,7 +117,7 @@ def _bindings() -> tuple[Any, Any]:
     return driver, nvrtc
 
 
-def _call(function: Any, *arguments: Any) -> Any:
+def call(function: Any, *arguments: Any) -> Any:
     """What ``function`` returns beside its status; raises `NoDevice` with the name of an error."""
     try:
         status, *values = function(*arguments)

@@ -7,13 +7,14 @@ defined by ``compute.kernels.reference``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
 
 from compute.kernels import reference
 from compute.kernels.memory import Memory
-from compute.kernels.state import GroupCache, PageMap
+from compute.kernels.state import GroupCache, PageMap, PageRun
 
 
 class KernelSet(Protocol):
@@ -31,13 +32,20 @@ class KernelSet(Protocol):
     def in_place(self, group: int, selection: Tensor) -> Tensor:
         """Addresses of the selected group rows, int64 [n, k], in the ring or at home."""
 
-    def streamed(self, group: int, selection: Tensor, home_pages: int) -> Tensor:
-        """The same for passes with many query rows, after what lies in the first ``home_pages`` pages, none of which is
-        in the ring, was brought nearer. The groups of a pass come in ascending order.
+    def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun]) -> Tensor:
+        """The same for passes with many query rows, after what lies in the first pages, those of ``home``, none of
+        which is in the ring, was brought nearer. The groups of a pass come in ascending order; rows that were at home
+        in a pass before have not changed.
         """
 
     def release(self) -> None:
         """Give the memory back that `streamed` took."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What is enqueued within comes after what is enqueued now, and may be under way beside what follows."""
+
+    def join(self) -> None:
+        """What is enqueued from now on comes after all that was enqueued `beside`."""
 
     def round(self, group: int, selection: Tensor) -> Tensor:
         """Like `in_place`, through one round of the hot cache: in the ring, or in a slot that the row is in by then."""
@@ -72,11 +80,17 @@ class ReferenceKernels:
     def in_place(self, group: int, selection: Tensor) -> Tensor:
         return reference.row_addresses(self._map, group, selection)
 
-    def streamed(self, group: int, selection: Tensor, home_pages: int) -> Tensor:
-        assert home_pages, "nothing lies at home"
+    def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun]) -> Tensor:
+        assert home, "nothing lies at home"
         return self.in_place(group, selection)  # on a CPU all memory is near
 
     def release(self) -> None:
+        pass
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self) -> None:
         pass
 
     def round(self, group: int, selection: Tensor) -> Tensor:

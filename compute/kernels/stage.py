@@ -2,112 +2,101 @@
 
 A pass of a thousand query rows selects each row of a long history many times over: read in place, the bus would carry
 each of these reads. So a group's rows come over once, all of them, while the group before is computed: there is room
-for two groups, whatever the number of layers. The copy is a kernel of few programs, which follows the page table on the
-device; it needs nothing of the host.
+for two groups, whatever the number of layers. Copy engines bring them: a kernel that keeps the bus busy takes
+multiprocessors from the pass.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import ctypes
+from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from compute.kernels import descriptors as field
-from compute.kernels.state import PageMap
-from compute.kernels.triton_support import await_kernel_before, launch_options, load_pointer, whole_edges
+from compute.kernels.cuda_source import bindings, call
+from compute.kernels.state import PageMap, PageRun
 from protocol.layout import PAGE_TOKENS
 
-PROGRAMS = 24
-"""Programs of a copy: 768 KiB of reads in flight, which is more than the bus takes, and the other SMs left alone."""
 GROWTH_PAGES = 256
 """Room is made for multiples of so many pages."""
-
-_WORDS = 4096  # of 8 bytes, copied by a program at a time
-_PAGE_TOKENS = tl.constexpr(PAGE_TOKENS)
 
 
 class Stage:
     """Room for the rows that up to ``pages`` pages hold of any two groups. One stream fills it while another reads.
 
-    ``records`` int64 [groups, `descriptors.FIELDS`] are the session's. Drop it only when no work is enqueued.
+    ``records`` int64 [groups, `descriptors.FIELDS`] are the session's. To be dropped after a `join`.
     """
 
     def __init__(self, page_map: PageMap, records: Tensor, pages: int) -> None:
         self.pages = pages
-        self._format, self._sources = page_map.format, records
-        groups, device = len(records), records.device
-        sizes = [PAGE_TOKENS * page_map.format.group_row_bytes(group) for group in range(groups)]
-        self._rows = torch.empty((2, pages * max(sizes)), dtype=torch.uint8, device=device)
-        order = torch.arange(len(page_map.page_address), device=device)
-        starts = [self._rows[group % 2].data_ptr() - page_map.format.group_offset(group) for group in range(groups)]
-        self._tables = torch.stack([start + order * size for start, size in zip(starts, sizes, strict=True)])
-        self._records = records.clone()
-        self._records[:, field.PAGE_ADDRESS.value] = self._tables.data_ptr() + torch.arange(groups, device=device) * (
-            self._tables.stride(0) * 8
-        )
+        self._format, self._records = page_map.format, records
+        device = records.device
+        self._nbytes = [PAGE_TOKENS * page_map.format.group_row_bytes(group) for group in range(len(records))]
+        self._rows = torch.empty((2, pages * max(self._nbytes)), dtype=torch.uint8, device=device)
+        self._order = torch.arange(len(page_map.page_address), device=device)
+        self._tables = torch.empty((2, len(self._order)), dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._coming = -1
+        self._place = 0
+        """Which half of the room is filled next, or being filled."""
+        self._coming, self._copied = -1, 0
+        """The group that is being brought to that place, and how many pages of it."""
+        self._last = -1
+        self._following: dict[int, int] = {}
+        """The group that came after each in the pass before: the first comes after the last."""
 
-    def record(self, group: int) -> Tensor:
-        """The session's record of ``group``, int64 [1, `descriptors.FIELDS`], with pages at home read from here.
+    def record(self, group: int, home: Sequence[PageRun]) -> Tensor:
+        """The session's record of ``group``, int64 [1, `descriptors.FIELDS`], in which pages at ``home`` are read here.
 
-        Launches from now on find the rows. Groups of a pass are asked for in ascending order, from 0 on; the rows of
-        the next one begin to come now, over those of the one before.
+        Launches from now on find the rows. Those of the group that is expected next begin to come now, over those of
+        the one before.
         """
+        self._following[self._last], self._last = group, group
         if group != self._coming:
-            self._copy(group)
+            self._copied = 0
+        self._copy(group, home)
+        self.join()
+        table = self._tables[self._place]
+        first = self._rows[self._place].data_ptr() - self._format.group_offset(group)
+        torch.mul(self._order, self._nbytes[group], out=table).add_(first)
+        record = self._records[group : group + 1].clone()
+        record[:, field.PAGE_ADDRESS.value] = table.data_ptr()
+        self._place = 1 - self._place
+        self._coming, self._copied = self._following.get(group, group + 1), 0
+        if self._coming < len(self._records):
+            self._copy(self._coming, home)
+        return record
+
+    def join(self) -> None:
+        """What is enqueued from now on comes after the copies."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        self._coming = group + 1
-        if self._coming < len(self._records):
-            self._copy(self._coming)
-        return self._records[group : group + 1]
 
-    def _copy(self, group: int) -> None:
-        nbytes = PAGE_TOKENS * self._format.group_row_bytes(group)
+    def _copy(self, group: int, home: Sequence[PageRun]) -> None:
+        """Bring what has not come of ``group``."""
+        nbytes, offset, first = self._nbytes[group], self._format.group_offset(group), 0
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext(), whole_edges():
-            _copy_kernel[(PROGRAMS,)](
-                self._sources[group],
-                self._tables[group],
-                self._format.group_offset(group),
-                nbytes // 8,
-                self.pages,
-                WORDS=_WORDS,
-                PARTS=triton.cdiv(nbytes // 8, _WORDS),
-                PROGRAMS=PROGRAMS,
-                num_warps=8,
-                **launch_options(),
-            )
+        for run in home:
+            skipped = min(max(self._copied - first, 0), run.pages)
+            target = self._rows[self._place].data_ptr() + (first + skipped) * nbytes
+            source = run.address + skipped * self._format.stride + offset
+            if skipped < run.pages:
+                self._copy_pages(target, source, nbytes, run.pages - skipped)
+            first += run.pages
+        self._copied = first
 
-
-@triton.jit
-def _copy_kernel(  # type: ignore[no-untyped-def]
-    record,
-    table,
-    group_offset,
-    words,
-    room,
-    WORDS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    """All pages before the ring, as many as there is room for, in parts."""
-    await_kernel_before(OVERLAPPED)
-    window = load_pointer(record, field.WINDOW, tl.int64)
-    homes = load_pointer(record, field.PAGE_ADDRESS, tl.int64)
-    pages = tl.minimum(tl.load(window), tl.load(window + 1)) // _PAGE_TOKENS
-    total = tl.minimum(pages, room) * PARTS
-    part = tl.program_id(0).to(tl.int64)
-    while part < total:
-        page = part // PARTS
-        word = (part % PARTS) * WORDS + tl.arange(0, WORDS)
-        source = tl.multiple_of((tl.load(homes + page) + group_offset).to(tl.pointer_type(tl.int64)), 16)
-        target = tl.multiple_of((tl.load(table + page) + group_offset).to(tl.pointer_type(tl.int64)), 16)
-        tl.store(target + word, tl.load(source + word, mask=word < words), mask=word < words)
-        part += PROGRAMS
+    def _copy_pages(self, target: int, source: int, nbytes: int, pages: int) -> None:
+        """``nbytes`` of each of some pages that lie one behind the other."""
+        if self._stream is None:
+            for page in range(pages):
+                ctypes.memmove(target + page * nbytes, source + page * self._format.stride, nbytes)
+            return
+        driver = bindings()[0]
+        copy = driver.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        copy.srcDevice, copy.srcPitch = source, self._format.stride
+        copy.dstDevice, copy.dstPitch = target, nbytes
+        copy.WidthInBytes, copy.Height = nbytes, pages
+        call(driver.cuMemcpy2DAsync, copy, self._stream.cuda_stream)

@@ -57,6 +57,14 @@ class PageMap:
         return self.page_address.shape[0] * PAGE_TOKENS
 
 
+@dataclass(frozen=True)
+class PageRun:
+    """Pages at home that lie one behind the other in memory that was mapped together."""
+
+    address: int
+    pages: int
+
+
 @dataclass
 class GroupCache:
     """The hot cache of one session and one index group.

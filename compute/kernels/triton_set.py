@@ -7,7 +7,8 @@ together changes no bit of any of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from compute.kernels.fetch import fetch
 from compute.kernels.index_score import index_scores
 from compute.kernels.resolve import RoundBuffers, resolve
 from compute.kernels.stage import GROWTH_PAGES, Stage
-from compute.kernels.state import GroupCache, PageMap
+from compute.kernels.state import GroupCache, PageMap, PageRun
 from compute.kernels.topk import TopK
 from compute.kernels.triton_support import whole_edges
 from protocol.errors import InvalidValue
@@ -66,6 +67,7 @@ class TritonKernels:
         self._rounds: dict[int, RoundBuffers] = {}
         self._attention: dict[int, SparseAttention] = {}
         self._stage: Stage | None = None
+        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def append(self, group: int, layer_in_group: int, positions: Tensor, latent: Tensor, rope: Tensor) -> None:
         values = (tensor.contiguous()[None] for tensor in (latent, rope))
@@ -119,20 +121,34 @@ class TritonKernels:
         row_addresses(self._record(group), self._format, group, selection.contiguous()[None], addresses[None])
         return addresses
 
-    def streamed(self, group: int, selection: Tensor, home_pages: int) -> Tensor:
-        if self._stage is None or self._stage.pages < home_pages:
+    def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun]) -> Tensor:
+        pages = sum(run.pages for run in home)
+        if self._stage is None or self._stage.pages < pages:
             self.release()
-            self._stage = Stage(self._map, self._records, round_up(home_pages, GROWTH_PAGES))
-        record = self._stage.record(group)
+            self._stage = Stage(self._map, self._records, round_up(pages, GROWTH_PAGES))
+        record = self._stage.record(group, home)
         addresses = torch.empty(selection.shape, dtype=torch.int64, device=self._device)
         with whole_edges():
             row_addresses(record, self._format, group, selection.contiguous()[None], addresses[None])
         return addresses
 
     def release(self) -> None:
-        if self._stage is not None and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._stage is not None:
+            self._stage.join()
         self._stage = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side), whole_edges():
+            yield
+
+    def join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
 
     def round(self, group: int, selection: Tensor) -> Tensor:
         """Raises `InvalidValue` if the selection could pin more slots than there are."""

@@ -237,7 +237,8 @@ class Scheduler:
         assert job.opened is not None
         watch = Stopwatch(self._worker.device.torch_device, len(piece), job)
         try:
-            hidden = self._worker.step(job.opened.history, piece, cached=False)[-1]
+            last = job.read + len(piece) == len(job.unread)
+            hidden = self._worker.step(job.opened.history, piece, cached=False, decodes_next=last)[-1]
         except (DaemonUnavailable, PeerLost):
             raise
         except KvdError as error:
@@ -271,7 +272,6 @@ class Scheduler:
         """The prompt is read: its first token, then a place."""
         assert job.opened is not None
         history, request = job.opened.history, job.request
-        history.warm()
         token = choose_one(self._worker.decoder.logits(hidden[None])[0], history.length, request.sampling)
         self._worker.attachment.warmed_up()
         job.first_token = job.last_token = time.monotonic()

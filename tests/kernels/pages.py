@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compute.kernels.reference import Memory
-from compute.kernels.state import NO_RING, GroupCache, PageMap
+from compute.kernels.state import NO_RING, GroupCache, PageMap, PageRun
 from protocol.layout import F32, FP8_DS_MLA, PAGE_TOKENS, Q8G64, Encoding, IndexGroup, PageFormat
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,6 +65,16 @@ class Pages:
     @property
     def memory(self) -> Memory:
         return Memory(self.home, self.ring, self.key_blocks)
+
+    def at_home(self, pages: int) -> list[PageRun]:
+        """The first pages, as runs."""
+        runs: list[PageRun] = []
+        for address in self.page_map.page_address[:pages].tolist():
+            if runs and address == runs[-1].address + runs[-1].pages * self.page_map.format.stride:
+                runs[-1] = PageRun(runs[-1].address, runs[-1].pages + 1)
+            else:
+                runs.append(PageRun(address, 1))
+        return runs
 
     def snapshot(self) -> list[Tensor]:
         return [self.home.clone(), self.ring.clone(), self.key_blocks.clone()]

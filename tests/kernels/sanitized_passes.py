@@ -15,7 +15,7 @@ from compute.kernels.stage import Stage
 from protocol.layout import FP8_DS_MLA, PAGE_TOKENS, PageFormat
 from tests.kernels.pages import DEVICE, GROUPS, Pages
 
-MODULES = ("stage", "planar", "hidden", "inputs", "blend")
+MODULES = ("planar", "hidden", "inputs", "blend")
 PAGES, HOME, K, ROWS = 6, 4, 75, 3
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     selection = torch.arange(ROWS * K, dtype=torch.int32, device=DEVICE).view(1, ROWS, K)
     addresses = torch.empty(selection.shape, dtype=torch.int64, device=DEVICE)
     for group in range(2):
-        row_addresses(stage.record(group), page_format, group, selection, addresses)
+        row_addresses(stage.record(group, pages.at_home(HOME)), page_format, group, selection, addresses)
     row_bytes = page_format.encoding.rows.row_bytes
     exported = torch.empty((planar_blocks(ROWS, K), PAGE_TOKENS, row_bytes), dtype=torch.uint8, device=DEVICE)
     planar_rows(addresses[0], 2 * row_bytes, exported, torch.empty_like(selection[0]))

@@ -34,7 +34,6 @@ from compute.kernels.panels import fill_panels, panel_rows
 from compute.kernels.planar import planar_blocks, planar_rows
 from compute.kernels.positions import begin_step
 from compute.kernels.resolve import RoundBuffers, resolve
-from compute.kernels.stage import Stage
 from compute.kernels.state import GroupCache
 from compute.kernels.topk import TopK
 from compute.kernels.triton_support import INTERPRETED
@@ -196,16 +195,6 @@ def test_planar_export() -> None:
     row_addresses(_records(pages, 1)[:1], pages.page_map.format, 1, _selection(3, k)[:1], addresses[None])
     blocks = torch.empty((planar_blocks(3, k), PAGE_TOKENS, 656), dtype=torch.uint8)
     planar_rows(addresses, 3 * 656, blocks, torch.empty((3, k), dtype=torch.int32))
-
-
-@pytest.mark.parametrize("room", [1, PAGES])
-def test_rows_of_a_pass(room: int) -> None:
-    pages = _session()
-    records = torch.stack([describe(pages.page_map, group) for group in range(2)])
-    stage = Stage(pages.page_map, records, room)
-    for group in range(2):
-        addresses, selection = torch.zeros((1, 3, 80), dtype=torch.int64), _selection(3, 80)[:1]
-        row_addresses(stage.record(group), pages.page_map.format, group, selection, addresses)
 
 
 @pytest.mark.parametrize(("heads", "index_heads"), [(1, 1), (5, 6)])

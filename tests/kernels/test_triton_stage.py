@@ -23,31 +23,70 @@ def _selection(rows: int) -> torch.Tensor:
     return selection.to(DEVICE)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_streamed_rows_are_those_at_home(passes: int) -> None:
+def _check(kernels: TritonKernels, pages: Pages, group: int, home_pages: int) -> None:
+    """All rows of ``group`` are found, without a byte that is read at home."""
+    selection = _selection(6)
+    streamed = kernels.streamed(group, selection, pages.at_home(home_pages))
+    assert kernels._stage is not None
+    nbytes = format_of().group_row_bytes(group)
+    truth = ReferenceKernels(pages.memory, pages.page_map, [], K)
+    expected = pages.memory.read(truth.in_place(group, selection), nbytes)
+    assert torch.equal(Memory(kernels._stage._rows.view(-1), pages.ring).read(streamed, nbytes), expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0, 1, 0), (0, 0, 0), (1, 0, 1)], ids=str)
+def test_streamed_rows_are_those_at_home(order: tuple[int, ...]) -> None:
     pages = Pages.random(format_of(), PAGES, length=LENGTH, ring_first=RING_FIRST)
     kernels = TritonKernels(pages.page_map, [], K)
-    truth = ReferenceKernels(pages.memory, pages.page_map, [], K)
-    for turn in range(passes):
-        for group in range(2):
-            selection = _selection(6)
-            streamed = kernels.streamed(group, selection, RING_FIRST // PAGE_TOKENS)
-            stage = kernels._stage
-            assert stage is not None
-            nbytes = format_of().group_row_bytes(group)
-            expected = pages.memory.read(truth.in_place(group, selection), nbytes)
-            memory = Memory(stage._rows.view(-1), pages.ring)  # not a byte at home is read
-            assert torch.equal(memory.read(streamed, nbytes), expected)
-        pages.home.copy_(pages.home.roll(16 * (turn + 1)))  # the next pass brings the rows anew
+    for group in order:
+        _check(kernels, pages, group, RING_FIRST // PAGE_TOKENS)
+
+
+def test_a_pass_that_left_the_ring_comes_behind_what_was_brought_ahead() -> None:
+    pages = Pages.random(format_of(), PAGES, length=LENGTH, ring_first=2 * PAGE_TOKENS)
+    kernels = TritonKernels(pages.page_map, [], K)
+    for home_pages in (2, 3, 3, 5):
+        pages.page_map.window[0] = home_pages * PAGE_TOKENS
+        _check(kernels, pages, 0, home_pages)
+        _check(kernels, pages, 1, home_pages)
+
+
+def test_changed_pages_are_brought_anew_after_a_release() -> None:
+    pages = Pages.random(format_of(), PAGES, length=LENGTH, ring_first=RING_FIRST)
+    kernels = TritonKernels(pages.page_map, [], K)
+    for turn in range(2):
+        for group in (0, 1, 0, 1):
+            _check(kernels, pages, group, RING_FIRST // PAGE_TOKENS)
+        kernels.release()
+        pages.home.copy_(pages.home.roll(16 * (turn + 1)))
+
+
+def test_copies_are_whole_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that lie one behind the other are one copy, of what has not come yet."""
+    pages = Pages.random(format_of(), PAGES, length=LENGTH, ring_first=RING_FIRST)
+    stride = format_of().stride
+    pages.page_map.page_address.copy_(pages.home.data_ptr() + torch.arange(PAGES, device=DEVICE) * stride)
+    kernels = TritonKernels(pages.page_map, [], K)
+    kernels._stage = Stage(pages.page_map, kernels._records, PAGES)
+    copies: list[int] = []
+    copied = Stage._copy_pages
+
+    def counting(stage: Stage, target: int, source: int, nbytes: int, pages: int) -> None:
+        copies.append(pages)
+        copied(stage, target, source, nbytes, pages)
+
+    monkeypatch.setattr(Stage, "_copy_pages", counting)
+    for group, home_pages in ((0, 3), (1, 3), (0, 4)):
+        pages.page_map.window[0] = home_pages * PAGE_TOKENS
+        _check(kernels, pages, group, home_pages)
+    assert copies == [3, 3, 4, 4], "of each group, then of the one that is expected next"
 
 
 def test_room_grows_with_the_history_and_is_given_back() -> None:
     pages = Pages.random(format_of(), PAGES, length=LENGTH, ring_first=RING_FIRST)
     kernels = TritonKernels(pages.page_map, [], K)
-    kernels.streamed(0, _selection(6), 1)
+    kernels.streamed(0, _selection(6), pages.at_home(1))
     assert kernels._stage is not None
     assert kernels._stage.pages == 256
-    small = Stage(pages.page_map, kernels._records, 2)  # what there is no room for is left out
-    small.record(0)
     kernels.release()
     assert kernels._stage is None
