@@ -6,6 +6,9 @@ windows and counts are device data, so a graph is recorded once per batch size a
 pages fill and leave the ring, and sessions come and go. Between replays the host makes pages ready, advances the ring
 (`compute.history.History.prepare`) and copies full pages back (``settle``); it reads nothing that a step waits for.
 
+Rows that are appended and queries in the latent space are needed by attention alone. Both go beside the selection, and
+where there is none, the rows beside the queries.
+
 Where the selected rows are found is all that resident and offloaded sessions differ in. Offloaded, the first layer of a
 group reads what the hot cache lacks at home, in registered host RAM (or, of much, a copy of its own), while a branch of
 the graph runs the cache's round and fetches the misses for the group's other layers; so the round is off the step's
@@ -35,6 +38,7 @@ from compute.kernels.hidden import store_hidden
 from compute.kernels.index_score import index_scores
 from compute.kernels.positions import begin_step
 from compute.kernels.resolve import RoundBuffers, resolve
+from compute.kernels.side_stream import SideStream
 from compute.kernels.state import GroupCache, PageMap
 from compute.kernels.topk import TopK
 from compute.kernels.triton_support import whole_edges
@@ -116,7 +120,10 @@ class Model:
         """`AttentionStep.positions` are known."""
 
     def before(self, layer: int, batch: int) -> None:
-        """Write the `StepInputs` of ``layer``, those for the index with its group's first layer."""
+        """Write the `StepInputs` of ``layer``, those for the index with its group's first layer: but `queries`."""
+
+    def queries(self, layer: int, batch: int) -> None:
+        """Write ``query_latent`` of ``layer``, behind `before`."""
 
     def after(self, layer: int, batch: int) -> None:
         """`AttentionStep.out` holds the attention output of ``layer``."""
@@ -189,11 +196,8 @@ class AttentionStep:
         row_bytes = page_format.encoding.rows.row_bytes if cached and overlap != "serial" else 0
         self._staging = torch.zeros((places, rows, k, row_bytes), dtype=torch.uint8, device=device)
         self._attention = SparseAttention(places * rows, shape.heads, k, device, encoding=page_format.encoding)
-        on_gpu = device.type == "cuda"
-        self._main = torch.cuda.Stream(device) if on_gpu else None
-        # A launch waits for all programs of those before it to have begun, unless its stream comes first.
-        self._side = torch.cuda.Stream(device, priority=-1) if on_gpu and cached and overlap != "serial" else None
-        self._branched = False
+        self._main = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._aside, self._branch = SideStream(device), SideStream(device, priority=-1)
         self._found = self._addresses
         self.trial = False
         """Whether the run under way is one before a recording, of idle places only."""
@@ -291,23 +295,29 @@ class AttentionStep:
         self._model.begin(batch)
         for group in self._groups:
             self._run_group(group, records[group, :batch], batch)
-        self._end_branch()
+        self._branch.join()
         self._model.end(batch)
 
     def _run_group(self, group: int, records: Tensor, batch: int) -> None:
         positions, selection = self.positions[:batch], self._selection[:batch]
         first_layer, layers = self.format.groups[group].first_layer, self.format.groups[group].layers
         self._model.before(first_layer, batch)
+        with self._aside.beside():
+            self._model.queries(first_layer, batch)
+            self._append(records, group, 0)
         append_keys(records, self.format, group, positions, self.inputs.index_keys[group, :batch])
-        self._append(records, group, 0)
         self._select(records, group, selection)
         anchor, self._found = self._find(records, group, selection)
+        self._aside.join()
         self._attend(first_layer, 0, anchor, lambda: self._begin_branch("late", records, group, selection))
         self._model.after(first_layer, batch)
         for layer in range(1, layers):
             self._model.before(first_layer + layer, batch)
-            self._append(records, group, layer)
-            self._end_branch()
+            with self._aside.beside():
+                self._append(records, group, layer)
+            self._model.queries(first_layer + layer, batch)
+            self._aside.join()
+            self._branch.join()
             self._attend(first_layer + layer, layer, self._found)
             self._model.after(first_layer + layer, batch)
 
@@ -315,7 +325,7 @@ class AttentionStep:
         batch = len(records)
         positions, scores = self.positions[:batch], self._scores[:batch]
         query, weights = self.inputs.index_query[group, :batch], self.inputs.index_weights[group, :batch]
-        self._end_branch()
+        self._branch.join()
         index_scores(records, query, weights, positions, scores, maxima=self._topk.maxima)
         seen = self._seen[:batch].view(-1)
         self._topk.select(scores.flatten(0, 1), seen, selection.flatten(0, 1), maxima_known=True)
@@ -344,27 +354,16 @@ class AttentionStep:
         if not self._cached or self._overlap != place:
             return
         buffers = self._round_buffers(len(records))
-        if self._side is None:
+        with self._branch.beside():
             self._round(records, group, selection, buffers)
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            self._round(records, group, selection, buffers)
-        self._branched = True
 
     def _round(self, records: Tensor, group: int, selection: Tensor, buffers: RoundBuffers) -> None:
-        with whole_edges() if self._side is not None else nullcontext():
+        with whole_edges() if self._overlap != "serial" else nullcontext():
             resolve(records, self.format, group, selection, buffers)
         fetch(buffers, self.format.group_row_bytes(group))
 
     def _round_buffers(self, batch: int) -> RoundBuffers:
         return RoundBuffers(*(getattr(self._buffers, item.name)[:batch] for item in fields(RoundBuffers)))
-
-    def _end_branch(self) -> None:
-        """Have the next launch depend on the branch too, if there is one."""
-        if self._side is not None and self._branched:
-            torch.cuda.current_stream().wait_stream(self._side)
-            self._branched = False
 
     def _append(self, records: Tensor, group: int, layer_in_group: int) -> None:
         batch = len(records)

@@ -86,6 +86,7 @@ class FastDecoder:
         for layer in layers:
             weights = self.weights.layer(layer)
             self.layers.project(weights, inputs)
+            self.layers.absorb(weights, inputs)
             history.append(layer, positions, inputs.latent, inputs.rope)
             if addresses is None:
                 history.append_keys(group, positions, inputs.index_keys)

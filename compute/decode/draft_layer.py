@@ -48,6 +48,9 @@ class DraftLayer:
     def project(self, inputs: LayerInputs) -> None:
         self._layers.project(self.weights.layer, inputs)
 
+    def absorb(self, inputs: LayerInputs) -> None:
+        self._layers.absorb(self.weights.layer, inputs)
+
     def feed(self, attended: Tensor) -> None:
         self._layers.feed(self.weights.layer, attended)
 

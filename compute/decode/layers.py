@@ -117,7 +117,7 @@ class Layers:
         self._angles = Angles(cos[:count], sin[:count])
 
     def project(self, layer: LayerWeights, inputs: LayerInputs) -> None:
-        """Write ``inputs`` of ``layer``, for as many rows as they have."""
+        """Write ``inputs`` of ``layer`` but its latent queries, for as many rows as they have."""
         assert self._angles is not None, "project before begin"
         config, count = self.config, len(inputs.latent)
         normed = self._normed[:count]
@@ -152,6 +152,11 @@ class Layers:
             self.kernels,
             interleaved=config.indexer_rope_interleaved,
         )
+
+    def absorb(self, layer: LayerWeights, inputs: LayerInputs) -> None:
+        """Write the latent queries of ``layer``, which was projected last."""
+        config = self.config
+        queries = _rows(self._from_latent, len(inputs.latent), layer.from_latent)
         heads = queries[:, : config.num_attention_heads * config.qk_head_dim].unflatten(1, (-1, config.qk_head_dim))
         nope = heads[..., : config.qk_nope_head_dim]
         head_linear(nope, layer.absorb_key, inputs.query_latent, self.workspace)

@@ -181,6 +181,10 @@ class Speculation(Model):
         if self._on_query is not None:
             self._on_query(batch, self._group)
 
+    def queries(self, layer: int, batch: int) -> None:
+        index = self.step.format.layer_index(layer)
+        self._layer.absorb(inputs_of(self.draft.inputs, index, self._group, batch))
+
     def after(self, layer: int, batch: int) -> None:
         if not self.depth:
             return  # its rows are stored, and nothing is drafted from what it makes of them
@@ -204,6 +208,7 @@ class Speculation(Model):
                 return
             self._layer.begin(draft, state, position + number)
             self._layer.project(inputs)
+            self._layer.absorb(inputs)
             query = (inputs.query_latent, inputs.query_rope)
             self.draft.attend_again(self._layer.number, last, query, attended)
             self._layer.feed(attended)

@@ -93,6 +93,7 @@ class ReferenceStep:
         first, layers = self.format.groups[group].first_layer, self.format.groups[group].layers
         for layer in range(first, first + layers):
             self._model.before(layer, batch)
+            self._model.queries(layer, batch)
             index = self.format.layer_index(layer)
             for place, history in self._sessions.items():
                 kernels, positions, inputs = history.kernels, self.positions[place], self.inputs

@@ -186,6 +186,10 @@ class DecodeStep(Model):
         if self._on_query is not None and layer in self._anchors:
             self._on_query(batch, group)
 
+    def queries(self, layer: int, batch: int) -> None:
+        group, index = self.format.group_of_layer(layer), self.format.layer_index(layer)
+        self.layers.absorb(self.weights.layer(layer), inputs_of(self.attention.inputs, index, group, batch))
+
     def after(self, layer: int, batch: int) -> None:
         index = self.format.layer_index(layer)
         self.layers.feed(self.weights.layer(layer), self.attention.out[index, :batch].flatten(0, 1))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compute.kernels import descriptors as field
 from compute.kernels.cuda_source import bindings, call
+from compute.kernels.side_stream import SideStream
 from compute.kernels.state import PageMap, PageRun
 from protocol.layout import PAGE_TOKENS
 
@@ -37,7 +38,7 @@ class Stage:
         self._rows = torch.empty((2, pages * max(self._nbytes)), dtype=torch.uint8, device=device)
         self._order = torch.arange(len(page_map.page_address), device=device)
         self._tables = torch.empty((2, len(self._order)), dtype=torch.int64, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = SideStream(device)
         self._place = 0
         """Which half of the room is filled next, or being filled."""
         self._coming, self._copied = -1, 0
@@ -70,26 +71,24 @@ class Stage:
 
     def join(self) -> None:
         """What is enqueued from now on comes after the copies."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self._copies.join()
 
     def _copy(self, group: int, home: Sequence[PageRun]) -> None:
         """Bring what has not come of ``group``."""
         nbytes, offset, first = self._nbytes[group], self._format.group_offset(group), 0
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        for run in home:
-            skipped = min(max(self._copied - first, 0), run.pages)
-            target = self._rows[self._place].data_ptr() + (first + skipped) * nbytes
-            source = run.address + skipped * self._format.stride + offset
-            if skipped < run.pages:
-                self._copy_pages(target, source, nbytes, run.pages - skipped)
-            first += run.pages
+        with self._copies.beside():
+            for run in home:
+                skipped = min(max(self._copied - first, 0), run.pages)
+                target = self._rows[self._place].data_ptr() + (first + skipped) * nbytes
+                source = run.address + skipped * self._format.stride + offset
+                if skipped < run.pages:
+                    self._copy_pages(target, source, nbytes, run.pages - skipped)
+                first += run.pages
         self._copied = first
 
     def _copy_pages(self, target: int, source: int, nbytes: int, pages: int) -> None:
         """``nbytes`` of each of some pages that lie one behind the other."""
-        if self._stream is None:
+        if self._rows.device.type == "cpu":
             for page in range(pages):
                 ctypes.memmove(target + page * nbytes, source + page * self._format.stride, nbytes)
             return
@@ -99,4 +98,4 @@ class Stage:
         copy.srcDevice, copy.srcPitch = source, self._format.stride
         copy.dstDevice, copy.dstPitch = target, nbytes
         copy.WidthInBytes, copy.Height = nbytes, pages
-        call(driver.cuMemcpy2DAsync, copy, self._stream.cuda_stream)
+        call(driver.cuMemcpy2DAsync, copy, torch.cuda.current_stream().cuda_stream)

@@ -21,6 +21,7 @@ from compute.kernels.descriptors import describe
 from compute.kernels.fetch import fetch
 from compute.kernels.index_score import index_scores
 from compute.kernels.resolve import RoundBuffers, resolve
+from compute.kernels.side_stream import SideStream
 from compute.kernels.stage import GROWTH_PAGES, Stage
 from compute.kernels.state import GroupCache, PageMap, PageRun
 from compute.kernels.topk import TopK
@@ -67,7 +68,7 @@ class TritonKernels:
         self._rounds: dict[int, RoundBuffers] = {}
         self._attention: dict[int, SparseAttention] = {}
         self._stage: Stage | None = None
-        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._side = SideStream(self._device)
 
     def append(self, group: int, layer_in_group: int, positions: Tensor, latent: Tensor, rope: Tensor) -> None:
         values = (tensor.contiguous()[None] for tensor in (latent, rope))
@@ -139,16 +140,11 @@ class TritonKernels:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side), whole_edges():
+        with self._side.beside(), whole_edges():
             yield
 
     def join(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+        self._side.join()
 
     def round(self, group: int, selection: Tensor) -> Tensor:
         """Raises `InvalidValue` if the selection could pin more slots than there are."""
