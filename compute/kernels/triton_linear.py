@@ -5,8 +5,6 @@ The definition is `compute.kernels.reference_linear`; how products are summed, `
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +36,13 @@ MANY_ROW_TILE = 128
 """Rows of a tile where there are many."""
 MANY_TILING = {False: Tiling(0, 128, 8, 64, 4), True: Tiling(0, 128, 8, 128, 3)}
 """How the weight is cut then, of bfloat16 and of e4m3; its splits are those of few rows."""
+_HEAD_TILING = {torch.bfloat16: Tiling(0, 128, 8, 64, 3), torch.float32: Tiling(0, 128, 8, 32, 4)}
+"""That of many heads' bfloat16 weights, by the type of ``x``: K is short, so that two programs share a multiprocessor,
+and one loads while the other multiplies or stores."""
+_SPLIT_TILING = Tiling(0, 64, 4, 64, 4)
+_SPLIT_ROW_TILE = 64
+"""Where there are so few tiles that splits have programs of their own though there are many rows."""
+_FEW_TILES = 64
 _PROGRAMS = 192
 """Programs of few rows that a bfloat16 weight is cut for, if it has no more tiles than that."""
 _ORDERED = 2048
@@ -78,24 +83,29 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
         strips.linear(x[:, 0], weight, out[:, 0], cut.splits, scratch)
         return
     split, splits = split_columns(k, cut.splits)
-    apart = rows <= FEW_ROWS
-    if heads == 1 and not apart and panels.fits_panels(weight) and panels.fits_output(out[:, 0]):
+    few = rows <= FEW_ROWS
+    if heads == 1 and not few and panels.fits_panels(weight) and panels.fits_output(out[:, 0]):
         panels.linear(x[:, 0], weight, out[:, 0], splits)
         return
-    ordered = e4m3 and not apart and k % BLOCK == 0
+    ordered = e4m3 and not few and k % BLOCK == 0
     if ordered:
         x = in_operand_order(x)
-    if apart:
-        row_tile = few_row_tile(rows)
-        grid = (triton.cdiv(n, cut.tile), splits, heads)
+    apart, lines = few, 0
+    if few:
+        row_tile, tiles = few_row_tile(rows), triton.cdiv(n, cut.tile)
         row_bytes = (k - (splits - 1) * split) * weight.values.element_size()
-        lines = prefetched_lines(math.prod(grid), cut.tile, row_bytes)
+        lines = prefetched_lines(tiles * splits * heads, cut.tile, row_bytes)
         if splits > 1:
-            scratch.check(math.prod(grid) * cut.tile * row_tile, grid[0] * heads)
+            scratch.check(tiles * splits * heads * cut.tile * row_tile, tiles * heads)
     else:
-        row_tile, lines = MANY_ROW_TILE, 0
-        cut = MANY_TILING[e4m3]
-        grid = (triton.cdiv(n, 128) * triton.cdiv(rows, row_tile), 1, heads)
+        cut, row_tile = MANY_TILING[e4m3] if e4m3 or heads == 1 else _HEAD_TILING[x.dtype], MANY_ROW_TILE
+        tiles = triton.cdiv(n, cut.tile) * triton.cdiv(rows, row_tile)
+        if not e4m3 and splits > 1 and tiles * heads <= _FEW_TILES:
+            small = triton.cdiv(n, _SPLIT_TILING.tile) * triton.cdiv(rows, _SPLIT_ROW_TILE)
+            floats = small * heads * splits * _SPLIT_TILING.tile * _SPLIT_ROW_TILE
+            if scratch.holds(floats, small * heads):
+                cut, row_tile, tiles, apart = _SPLIT_TILING, _SPLIT_ROW_TILE, small, True
+    grid = (tiles, splits if apart else 1, heads)
     _linear_kernel[grid](
         x,
         weight.values.view(torch.uint8) if e4m3 else weight.values,
@@ -113,6 +123,7 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
         out.stride(1),
         SPLITS=splits,
         APART=apart,
+        FEW=few,
         TILE=cut.tile,
         ROWS=row_tile,
         STEP=cut.step,
@@ -162,22 +173,22 @@ def _order_kernel(x, out, k, x_row, x_head, out_row, out_head, COLUMNS: tl.const
 def _linear_kernel(  # type: ignore[no-untyped-def]
     x, values, scales, out, partial, tickets,
     M, N, K, SPLIT, x_row, x_head, out_row, out_head,
-    SPLITS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr, LINES: tl.constexpr, WHOLE: tl.constexpr, ORDERED: tl.constexpr, PTX: tl.constexpr,
-    INTERPRETED: tl.constexpr, OVERLAPPED: tl.constexpr,
+    SPLITS: tl.constexpr, APART: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, WHOLE: tl.constexpr, ORDERED: tl.constexpr,
+    PTX: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of weight rows times a tile of rows of x; a split of it if ``APART``, else all. ``SPLIT`` columns make a
-    split. The first ``LINES`` cache lines of each weight row are asked for before the kernel before has ended.
+    """A tile of weight rows times a tile of rows of x, the only one if ``FEW``; a split of it if ``APART``, else all.
+    ``SPLIT`` columns make a split. The first ``LINES`` cache lines of each weight row are asked for before the kernel
+    before has ended.
     """
     tiles = tl.cdiv(N, TILE)
     head = tl.program_id(2).to(tl.int64)
-    if APART:
+    if FEW:
         tile = tl.program_id(0)
-        split = tl.program_id(1)
         row_tile = 0
     else:
         tile, row_tile = near_tiles(tl.program_id(0), tiles, tl.cdiv(M, ROWS))
-        split = 0
+    split = tl.program_id(1) if APART else 0
     E4M3: tl.constexpr = values.dtype.element_ty == tl.uint8
     n = tile * TILE + tl.arange(0, TILE)
     m = row_tile * ROWS + tl.arange(0, ROWS)
@@ -193,7 +204,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     last = True
     if APART and SPLITS > 1:
-        of_all = head * tiles + tile
+        of_all = head * tiles + tile if FEW else head * tl.num_programs(0) + tl.program_id(0)
         partial += of_all * (SPLITS * TILE * ROWS)
         total, last = join_splits(total, partial, tickets + of_all, m < M, split, SPLITS, TILE, ROWS)
     if last:

@@ -1,8 +1,9 @@
 """The mixture of experts on a GPU for many rows: each expert computes the rows that chose it, in tiles.
 
 Products are those of `compute.kernels.triton_experts` and give a row the same bits. A *pair* is a row and one of its
-places: place 0 is the shared expert, if there is one, and the choices follow. Pairs are sorted by expert on the device;
-how many tiles of rows an expert needs is known there only, so as many programs start as could be needed.
+places: place 0 is the shared expert, if there is one, and the choices follow. Pairs are sorted by expert on the device,
+those of an expert by number; how many tiles of rows an expert needs is known there only, so as many programs start as
+could be needed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from protocol.errors import InvalidValue
 
 _BLOCK = tl.constexpr(BLOCK)
 _JOINED_COLUMNS = 1024
+_SORTED = 1024
+"""Choices that a program puts in order, of one expert."""
+_COUNTED = 4096
+"""Choices that it counts at a time, to know what comes before them."""
 
 
 def many_rows(
@@ -69,13 +74,9 @@ def _part(
 ) -> None:
     rows, hidden = x.shape
     count, inner = gate_up.shape[0], down.shape[2]
-    numbers = chosen if shared is None else torch.cat((chosen.new_full((rows, 1), count), chosen), 1)
-    places = numbers.shape[1]
+    places = chosen.shape[1] + (shared is not None)
     pairs = rows * places
-    flat = numbers.reshape(-1).long()
-    order = flat.argsort(stable=True).int()
-    counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))
-    ends = counts.cumsum(0).int()
+    order, ends = sorted_pairs(chosen, count, shared is not None)
     shared_gate_up, shared_down = shared or (gate_up, down)
     e4m3 = gate_up.scales is not None
     first, second = tilings(hidden, e4m3)
@@ -96,7 +97,8 @@ def _part(
     ordered = e4m3 and hidden % BLOCK == 0 and inner % BLOCK == 0
     if ordered:
         x = in_operand_order(x[:, None])
-    tile_ends = ((counts + row_tile - 1) // row_tile).cumsum(0).int()
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    tile_ends = ((counts + row_tile - 1) // row_tile).cumsum(0, dtype=torch.int32)
     row_tiles = triton.cdiv(pairs, row_tile) + count
 
     gated = scratch.memory[: pairs * inner // 2].view(torch.bfloat16)
@@ -153,6 +155,28 @@ def _part(
     _join(outputs, weights, out, shared is not None)
 
 
+def sorted_pairs(chosen: Tensor, count: int, shared: bool) -> tuple[Tensor, Tensor]:
+    """The pairs' numbers by expert, then by number, and where those of each of ``count`` experts, and of the shared one
+    behind them, end: int32 [pairs] and [count + 1]. ``chosen`` is contiguous.
+    """
+    choices = chosen.numel()
+    order = chosen.new_empty(choices + chosen.shape[0] * shared)
+    ends = chosen.new_empty(count + 1)
+    _sort_kernel[(count + 1, triton.cdiv(choices, _SORTED))](
+        chosen,
+        order,
+        ends,
+        choices,
+        CHOICES=chosen.shape[1],
+        SHARED=int(shared),
+        TILE=_SORTED,
+        COUNTED=_COUNTED,
+        num_warps=8,
+        **launch_options(),
+    )
+    return order, ends
+
+
 def _join(outputs: Tensor, weights: Tensor, out: Tensor, shared: bool) -> None:
     rows, hidden = out.shape
     _many_join_kernel[(rows, triton.cdiv(hidden, _JOINED_COLUMNS))](
@@ -166,6 +190,36 @@ def _join(outputs: Tensor, weights: Tensor, out: Tensor, shared: bool) -> None:
         num_warps=4,
         **launch_options(),
     )
+
+
+@triton.jit
+def _sort_kernel(  # type: ignore[no-untyped-def]
+    chosen, order, ends, choices,
+    CHOICES: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr, COUNTED: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """The pairs of an expert in a part of the choices. Each program counts what comes before them, and waits for none."""
+    expert = tl.program_id(0)
+    first = tl.program_id(1) * TILE
+    choice = first + tl.arange(0, TILE)
+    await_kernel_before(OVERLAPPED)
+    if expert == tl.num_programs(0) - 1:  # the shared one: all rows
+        rows = choices // CHOICES
+        end = choices + SHARED * rows
+        if SHARED:
+            tl.store(order + choices + choice, choice * (CHOICES + 1), mask=choice < rows)
+    else:
+        before = tl.zeros([COUNTED], tl.int32)
+        for start in range(0, choices, COUNTED):
+            other = start + tl.arange(0, COUNTED)
+            number = tl.load(chosen + other, mask=other < choices, other=2**31 - 1)
+            before += ((number < expert) | ((number == expert) & (other < first))).to(tl.int32)
+        end = tl.sum(before, 0)
+        mine = (tl.load(chosen + choice, mask=choice < choices, other=-1) == expert).to(tl.int32)
+        pair = choice + (choice // CHOICES + 1) * SHARED
+        tl.store(order + end + tl.cumsum(mine, 0) - 1, pair, mask=mine == 1)
+        end += tl.sum(mine, 0)
+    if tl.program_id(1) == tl.num_programs(1) - 1:
+        tl.store(ends + expert, end)
 
 
 @triton.jit
