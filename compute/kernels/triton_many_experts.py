@@ -197,7 +197,7 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
     chosen, order, ends, choices,
     CHOICES: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr, COUNTED: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of an expert in a part of the choices. Each program counts what comes before them, and waits for none."""
+    """The pairs of an expert in a part of the choices. Each program counts what comes before them; none waits."""
     expert = tl.program_id(0)
     first = tl.program_id(1) * TILE
     choice = first + tl.arange(0, TILE)
@@ -309,8 +309,8 @@ def _many_join_kernel(  # type: ignore[no-untyped-def]
     outputs, weights, out, HIDDEN,
     CHOICES: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a row's outputs, place by place, as `compute.kernels.triton_experts` adds them. All places are asked for
-    before the first is there, and none is read again.
+    """The sum of a row's outputs, place by place, as `compute.kernels.triton_experts` adds them. All are asked for before
+    the first is there; none is read again.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -36,6 +36,7 @@ from compute.kernels.positions import begin_step
 from compute.kernels.resolve import RoundBuffers, resolve
 from compute.kernels.state import GroupCache
 from compute.kernels.topk import TopK
+from compute.kernels.triton_many_experts import sorted_pairs
 from compute.kernels.triton_support import INTERPRETED
 from protocol.layout import FP8_DS_MLA, PAGE_TOKENS, Q8G64, Encoding, PageFormat
 from protocol.model import DEMO
@@ -230,10 +231,12 @@ def test_norms_and_gates(columns: int) -> None:
     wide = _normal(3, columns + 5)
     rms_norm(wide[:, 5:], weight, 1e-5, torch.empty(3, columns + 7)[:, :columns], kernels="triton")
     silu_mul(_normal(3, 2 * columns), torch.empty(3, columns, dtype=torch.bfloat16), kernels="triton")
+    many, normed = _normal(65, columns), torch.empty(65, columns)
+    add_rms_norm(many, many.clone(), weight, 1e-5, normed, kernels="triton")
 
 
 @pytest.mark.parametrize("e4m3", [False, True])
-@pytest.mark.parametrize(("n", "k", "rows"), [(1, 144, 1), (130, 640, 3), (65, 256, 65)])
+@pytest.mark.parametrize(("n", "k", "rows"), [(1, 144, 1), (130, 640, 3), (65, 256, 65), (70, 1040, 66)])
 def test_products(e4m3: bool, n: int, k: int, rows: int) -> None:
     workspace = Workspace(rows, DEVICE, kernels="triton", nbytes=1 << 20)
     out = torch.empty(rows, n + 3)[:, :n]
@@ -263,6 +266,13 @@ def test_mixtures_of_experts(e4m3: bool, count: int, rows: int, with_shared: boo
     workspace = Workspace(rows, DEVICE, kernels="triton", nbytes=1 << 20)
     shared = (routed.gate_up[0], routed.down[0]) if with_shared else None
     experts(x, chosen, weights, routed, shared, torch.empty(rows, hidden), workspace)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rows", [1, 345])
+def test_sorted_pairs(rows: int, shared: bool) -> None:
+    """In one part, and in two."""
+    sorted_pairs(torch.tensor([0, 1, 4], dtype=torch.int32).repeat(rows, 1), 5, shared)
 
 
 def test_routing() -> None:

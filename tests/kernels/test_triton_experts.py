@@ -12,6 +12,7 @@ from compute.kernels import reference_experts, reference_linear
 from compute.kernels.experts import Experts, experts, route
 from compute.kernels.linear import Workspace
 from compute.kernels.matrix import Matrix
+from compute.kernels.triton_many_experts import sorted_pairs
 from protocol.errors import InvalidValue
 from protocol.model import DEEPSEEK_V3_2, DEMO, GLM_5_3, ModelConfig
 from tests.conftest import CUDA
@@ -127,6 +128,18 @@ def test_many_rows_in_parts_of_a_small_scratch() -> None:
     world.workspace = Workspace(70, DEVICE, kernels="triton", nbytes=1 << 10)
     with pytest.raises(InvalidValue, match="for one row"):
         world.run(torch.arange(70))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("rows", "choices", "count"), [(1, 1, 1), (66, 3, 40), (170, 8, 8), (700, 6, 7)])
+def test_pairs_are_sorted_by_expert_then_by_number(rows: int, choices: int, count: int, shared: bool) -> None:
+    """Of less than one part of the choices, and of several; experts that nobody chose."""
+    order = torch.rand((rows, count), generator=torch.Generator().manual_seed(rows)).argsort(1)
+    chosen = order[:, :choices].sort(1).values.int()
+    numbers = torch.cat((chosen.new_full((rows, 1), count), chosen), 1) if shared else chosen
+    order, ends = sorted_pairs(chosen.to(DEVICE), count, shared)
+    assert torch.equal(order.cpu(), numbers.flatten().argsort(stable=True).int())
+    assert torch.equal(ends.cpu(), numbers.flatten().bincount(minlength=count + 1).cumsum(0).int())
 
 
 def test_what_does_not_fit_is_refused() -> None:

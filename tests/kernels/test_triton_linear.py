@@ -98,6 +98,18 @@ def test_a_row_alone_in_a_batch_and_at_any_place(kind: str) -> None:
             assert torch.equal(_product(x[-rows:], weight), together[-rows:]), rows
 
 
+@pytest.mark.parametrize("nbytes", [4 << 20, 1 << 16])
+def test_many_rows_of_a_narrow_weight(nbytes: int) -> None:
+    """Whose splits have programs of their own, or not, where the scratch has no room for them."""
+    weight = Matrix(_normal(70, 1100).round().bfloat16().to(DEVICE))
+    x, workspace = _rows(130, 1100).round(), Workspace(130, DEVICE, kernels="triton", nbytes=nbytes)
+    out = torch.full((130, 70), torch.nan, device=DEVICE)
+    for _ in range(2):
+        linear(x, weight, out, workspace)
+        assert torch.equal(out, (x.double() @ weight.values.double().T).float())
+        assert not bool(workspace.scratch.tickets.any())
+
+
 def test_operand_order() -> None:
     """Blocks of 128 columns, each permuted alike: more of them than one program takes, of a strided view."""
     wide = torch.arange(3 * 2 * 2432, device=DEVICE).view(3, 2, 2432).remainder(251).float()
