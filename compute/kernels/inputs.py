@@ -16,12 +16,14 @@ from torch import Tensor
 
 from compute.kernels import reference_inputs
 from compute.kernels.choice import KernelsName
+from compute.kernels.triton_products import FEW_ROWS
 from compute.kernels.triton_support import await_kernel_before, launch_options
 from protocol.errors import InvalidValue
 from protocol.layout import INDEX_DIM, LATENT_DIM, ROPE_DIM
 
 _HEADS = 8
-"""Heads that one program rotates."""
+_HEADS_OF_MANY = 32
+"""Heads that one program rotates, of few rows and of many."""
 
 _LATENT_DIM = tl.constexpr(LATENT_DIM)
 _ROPE_DIM = tl.constexpr(ROPE_DIM)
@@ -151,8 +153,11 @@ def query_inputs(
             index_query[..., ROPE_DIM:] = part[..., ROPE_DIM:]
         return
     index_heads = 0 if index_query is None else index_query.shape[1]
-    blocks = triton.cdiv(heads, _HEADS)
-    _query_kernel[(blocks + triton.cdiv(index_heads, _HEADS), rows)](
+    many = rows > FEW_ROWS
+    together = _HEADS_OF_MANY if many else _HEADS
+    blocks = triton.cdiv(heads, together)
+    kernel = _many_query_kernel if many else _query_kernel
+    kernel[(blocks + triton.cdiv(index_heads, together), rows)](
         projected,
         angles.cos,
         angles.sin,
@@ -164,9 +169,9 @@ def query_inputs(
         index_heads,
         nope,
         blocks,
-        BLOCK=_HEADS,
+        BLOCK=together,
         INTERLEAVED=interleaved,
-        num_warps=2,
+        num_warps=4 if many else 2,
         **launch_options(),
     )
 
@@ -315,3 +320,50 @@ def _query_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + b_at[None, :], b.to(tl.bfloat16), mask=present)
         rest = _ROPE_DIM + tl.arange(0, _INDEX_DIM - _ROPE_DIM)[None, :]
         tl.store(out + rest, tl.load(x + head[:, None] * _INDEX_DIM + rest, mask=present), mask=present)
+
+
+@triton.jit
+def _many_query_kernel(  # type: ignore[no-untyped-def]
+    projected, cos, sin, query_rope, index_query, width, index_start, heads, index_heads, nope, blocks,
+    BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """As `_query_kernel`. Its accesses, of every other column, are what takes time where there are many rows; these are
+    of columns as they lie.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    await_kernel_before(OVERLAPPED)
+    projected += row * width
+    cos += row * (_ROPE_DIM // 2)
+    sin += row * (_ROPE_DIM // 2)
+    if tl.program_id(0) < blocks:
+        first = tl.program_id(0) * BLOCK
+        stride = nope + _ROPE_DIM
+        out = query_rope + (row * heads + first) * _ROPE_DIM
+        _rotate(projected + first * stride + nope, cos, sin, out, heads - first, stride, _ROPE_DIM, True, BLOCK)
+    else:
+        first = (tl.program_id(0) - blocks) * BLOCK
+        x = projected + index_start + first * _INDEX_DIM
+        out = index_query + (row * index_heads + first) * _INDEX_DIM
+        _rotate(x, cos, sin, out, index_heads - first, _INDEX_DIM, _INDEX_DIM, INTERLEAVED, BLOCK)
+        head = tl.arange(0, BLOCK)[:, None]
+        rest = head * _INDEX_DIM + _ROPE_DIM + tl.arange(0, _INDEX_DIM - _ROPE_DIM)[None, :]
+        present = head < index_heads - first
+        tl.store(out + rest, tl.load(x + rest, mask=present), mask=present)
+
+
+@triton.jit
+def _rotate(x, cos, sin, out, heads, stride, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """64 columns of ``BLOCK`` heads, ``stride`` apart in ``x`` and ``SIZE`` in ``out``; pairs part in registers."""
+    pair = tl.arange(0, 32)[None, :]
+    head = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, _ROPE_DIM)[None, :]
+    c, s = tl.load(cos + pair), tl.load(sin + pair)
+    values = tl.load(x + head * stride + column, mask=head < heads, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        a, b = tl.split(tl.reshape(values, [BLOCK, 32, 2]))
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(values, [BLOCK, 2, 32]), [0, 2, 1]))
+    turned = tl.join((a * c - b * s).to(tl.bfloat16), (b * c + a * s).to(tl.bfloat16))
+    if not INTERLEAVED:
+        turned = tl.permute(turned, [0, 2, 1])
+    tl.store(out + head * SIZE + column, tl.reshape(turned, [BLOCK, _ROPE_DIM]), mask=head < heads)

@@ -309,8 +309,8 @@ def _many_join_kernel(  # type: ignore[no-untyped-def]
     outputs, weights, out, HIDDEN,
     CHOICES: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a row's outputs, place by place, as `compute.kernels.triton_experts` adds them. All are asked for before
-    the first is there; none is read again.
+    """The sum of a row's outputs, place by place, as `compute.kernels.triton_experts` adds them. All are asked for
+    before the first is there; none is read again.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -198,9 +198,9 @@ def test_planar_export() -> None:
     planar_rows(addresses, 3 * 656, blocks, torch.empty((3, k), dtype=torch.int32))
 
 
-@pytest.mark.parametrize(("heads", "index_heads"), [(1, 1), (5, 6)])
-def test_inputs_of_attention(heads: int, index_heads: int) -> None:
-    rows, query, nope = 3, 96, 40
+@pytest.mark.parametrize(("rows", "heads", "index_heads"), [(3, 1, 1), (3, 5, 6), (65, 5, 6)])
+def test_inputs_of_attention(rows: int, heads: int, index_heads: int) -> None:
+    query, nope = 96, 40
     hidden = _normal(rows, 128 + 640 + 128 + index_heads)
     latent = _normal(rows, heads * (nope + 64) + index_heads * 128).bfloat16()
     angles = Angles(_normal(rows, 32), _normal(rows, 32))

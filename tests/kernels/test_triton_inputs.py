@@ -55,9 +55,9 @@ def _normal(*shape: int, seed: int) -> Tensor:
 
 
 def _make(kernels: KernelsName, rows: slice, *, interleaved: bool = True, indexer: bool = True) -> Made:
-    """Outputs of ``rows`` of 40 rows."""
-    hidden, latent = _normal(40, 928, seed=0)[rows], _normal(40, INDEX_START + INDEX_HEADS * 128, seed=1)[rows]
-    turns = _normal(40, 32, seed=2)[rows]
+    """Outputs of ``rows`` of 70 rows."""
+    hidden, latent = _normal(70, 928, seed=0)[rows], _normal(70, INDEX_START + INDEX_HEADS * 128, seed=1)[rows]
+    turns = _normal(70, 32, seed=2)[rows]
     angles = Angles(turns.cos(), turns.sin())
     made = Made.empty(len(hidden))
     norm = (_normal(128, seed=3), _normal(128, seed=4))
@@ -71,7 +71,7 @@ def _make(kernels: KernelsName, rows: slice, *, interleaved: bool = True, indexe
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("rows", [1, 4, 23])
+@pytest.mark.parametrize("rows", [1, 4, 23, 66])
 def test_kernels_against_the_reference(rows: int, interleaved: bool) -> None:
     made, expected = (_make(name, slice(0, rows), interleaved=interleaved) for name in ("triton", "reference"))
     for item in fields(Made):
@@ -80,11 +80,12 @@ def test_kernels_against_the_reference(rows: int, interleaved: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
-def test_a_row_is_the_same_alone_and_among_many(kernels: KernelsName) -> None:
-    together = _make(kernels, slice(0, 40))
-    for row in (0, 15, 39):
-        alone = _make(kernels, slice(row, row + 1))
+def test_a_row_is_the_same_alone_and_among_many(kernels: KernelsName, interleaved: bool) -> None:
+    together = _make(kernels, slice(0, 70), interleaved=interleaved)
+    for row in (0, 15, 69):
+        alone = _make(kernels, slice(row, row + 1), interleaved=interleaved)
         for item in fields(Made):
             assert torch.equal(getattr(alone, item.name)[0], getattr(together, item.name)[row]), item.name
 
