@@ -16,7 +16,7 @@ from protocol.layout import FP8_DS_MLA, PAGE_TOKENS, PageFormat
 from tests.kernels.pages import DEVICE, GROUPS, Pages
 
 MODULES = ("planar", "hidden", "inputs", "blend")
-PAGES, HOME, K, ROWS = 6, 4, 75, 3
+PAGES, HOME, K, ROWS, MANY_ROWS = 6, 4, 75, 3, 65
 
 
 def main() -> None:
@@ -62,5 +62,10 @@ def main() -> None:
     start = heads * (nope + 64)
     projected = normal(ROWS, start + heads * 128).bfloat16()
     query_inputs(projected, start, nope, angles, query_rope, index_query, "triton", interleaved=True)
+    many, angles = projected.repeat(MANY_ROWS, 1)[:MANY_ROWS], Angles(normal(MANY_ROWS, 32), normal(MANY_ROWS, 32))
+    ropes = torch.empty(MANY_ROWS, heads, 64, dtype=torch.bfloat16, device=DEVICE)
+    queries = torch.empty(MANY_ROWS, heads, 128, dtype=torch.bfloat16, device=DEVICE)
+    for interleaved in (True, False):
+        query_inputs(many, start, nope, angles, ropes, queries, "triton", interleaved=interleaved)
     state, accepted = torch.zeros(1, ROWS + 1, heads * 129, device=DEVICE), torch.ones(1, dtype=torch.int64).to(DEVICE)
     blend(state, index_query[None], normal(1, ROWS, heads), accepted, 0.9, kernels="triton")

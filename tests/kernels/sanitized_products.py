@@ -29,7 +29,9 @@ def main() -> None:
             x = torch.randn(rows, HIDDEN, device=DEVICE).bfloat16()
             linear(x, _matrix(e4m3, 200, HIDDEN), torch.empty(rows, 200, device=DEVICE), workspace)
             heads = torch.empty(rows, 2, INNER, device=DEVICE)
-            head_linear(x.view(rows, 2, -1), _matrix(False, 2, INNER, HIDDEN // 2), heads, workspace)
+            for of_heads in (x, x.float()):
+                head_linear(of_heads.view(rows, 2, -1), _matrix(False, 2, INNER, HIDDEN // 2), heads, workspace)
+            linear(x.repeat(1, 2), _matrix(False, 40, 2 * HIDDEN), torch.empty(rows, 40, device=DEVICE), workspace)
             logits, bias = torch.randn(rows, COUNT, device=DEVICE), torch.zeros(COUNT, device=DEVICE)
             route(logits, bias, DEMO, kernels="triton")
             chosen = torch.arange(CHOICES, dtype=torch.int32, device=DEVICE).repeat(rows, 1)
