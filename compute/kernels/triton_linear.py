@@ -24,6 +24,7 @@ from compute.kernels.triton_products import (
     operand_columns,
     prefetch_rows,
     prefetched_lines,
+    product,
     split_columns,
     sum_products,
 )
@@ -36,9 +37,9 @@ MANY_ROW_TILE = 128
 """Rows of a tile where there are many."""
 MANY_TILING = {False: Tiling(0, 128, 8, 64, 4), True: Tiling(0, 128, 8, 128, 3)}
 """How the weight is cut then, of bfloat16 and of e4m3; its splits are those of few rows."""
-_HEAD_TILING = {torch.bfloat16: Tiling(0, 128, 8, 64, 3), torch.float32: Tiling(0, 128, 8, 32, 4)}
-"""That of many heads' bfloat16 weights, by the type of ``x``: K is short, so that two programs share a multiprocessor,
-and one loads while the other multiplies or stores."""
+_HEAD_TILING = Tiling(0, 256, 8, 64, 3)
+"""That of many heads' bfloat16 weights: a multiprocessor's program does tile after tile, so that it loads for the next
+one while it stores."""
 _SPLIT_TILING = Tiling(0, 64, 4, 64, 4)
 _SPLIT_ROW_TILE = 64
 """Where there are so few tiles that splits have programs of their own though there are many rows."""
@@ -87,6 +88,9 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
     if heads == 1 and not few and panels.fits_panels(weight) and panels.fits_output(out[:, 0]):
         panels.linear(x[:, 0], weight, out[:, 0], splits)
         return
+    if heads > 1 and not few and not e4m3 and splits == 1:
+        _many_rows_of_heads(x, weight, out)
+        return
     ordered = e4m3 and not few and k % BLOCK == 0
     if ordered:
         x = in_operand_order(x)
@@ -98,7 +102,7 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
         if splits > 1:
             scratch.check(tiles * splits * heads * cut.tile * row_tile, tiles * heads)
     else:
-        cut, row_tile = MANY_TILING[e4m3] if e4m3 or heads == 1 else _HEAD_TILING[x.dtype], MANY_ROW_TILE
+        cut, row_tile = MANY_TILING[e4m3], MANY_ROW_TILE
         tiles = triton.cdiv(n, cut.tile) * triton.cdiv(rows, row_tile)
         if not e4m3 and splits > 1 and tiles * heads <= _FEW_TILES:
             small = triton.cdiv(n, _SPLIT_TILING.tile) * triton.cdiv(rows, _SPLIT_ROW_TILE)
@@ -132,6 +136,35 @@ def linear(x: Tensor, weight: Matrix, out: Tensor, scratch: Scratch) -> None:
         ORDERED=ordered,
         WHOLE=k % (BLOCK if e4m3 else cut.step) == 0,
         PTX=PTX,
+        INTERPRETED=INTERPRETED,
+        num_warps=cut.warps,
+        **launch_options(),
+    )
+
+
+def _many_rows_of_heads(x: Tensor, weight: Matrix, out: Tensor) -> None:
+    rows, heads, k = x.shape
+    n, cut = out.shape[2], _HEAD_TILING
+    tile = max(128, min(cut.tile, triton.next_power_of_2(n)))
+    tiles = triton.cdiv(n, tile) * triton.cdiv(rows, MANY_ROW_TILE) * heads
+    at_a_time = torch.cuda.get_device_properties(x.device).multi_processor_count * (256 // tile) if x.is_cuda else 3
+    _heads_kernel[(min(tiles, at_a_time),)](
+        x,
+        weight.values,
+        out,
+        rows,
+        n,
+        k,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        out.stride(1),
+        TILE=tile,
+        ROWS=MANY_ROW_TILE,
+        STEP=cut.step,
+        STAGES=cut.stages,
+        WHOLE=k % cut.step == 0,
         INTERPRETED=INTERPRETED,
         num_warps=cut.warps,
         **launch_options(),
@@ -212,3 +245,41 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
             total = from_operand_order(total, TILE, ROWS)
         at_out = m.to(tl.int64)[:, None] * out_row + head * out_head + n[None, :]
         tl.store(out + at_out, tl.trans(total).to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _heads_kernel(  # type: ignore[no-untyped-def]
+    x, values, out, M, N, K, heads, x_row, x_head, out_row, out_head,
+    TILE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    INTERPRETED: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """Of each head's bfloat16 weight, in one split. The tiles of a program are one loop, which Triton makes load ahead
+    from one into the next.
+    """
+    tiles, row_tiles, steps = tl.cdiv(N, TILE), tl.cdiv(M, ROWS), tl.cdiv(K, STEP)
+    of_head = tiles * row_tiles
+    count = tl.cdiv(of_head * heads - tl.program_id(0), tl.num_programs(0))
+    k = tl.arange(0, STEP)
+    acc = tl.zeros([TILE, ROWS], tl.float32)
+    await_kernel_before(OVERLAPPED)
+    for i in tl.range(0, count * steps, num_stages=STAGES):
+        number = tl.program_id(0) + i // steps * tl.num_programs(0)
+        head = (number // of_head).to(tl.int64)
+        tile, row_tile = near_tiles(number % of_head, tiles, row_tiles)
+        n = tile * TILE + tl.arange(0, TILE)
+        m = row_tile * ROWS + tl.arange(0, ROWS)
+        column = (i % steps * STEP + k)[None, :]
+        along = values + ((head * N + tl.minimum(n, N - 1)) * K)[:, None] + column
+        across = x + (tl.minimum(m, M - 1).to(tl.int64) * x_row + head * x_head)[:, None] + column
+        if WHOLE:
+            w = tl.load(along)
+            rows = tl.load(across)
+        else:
+            w = tl.load(along, mask=column < K, other=0.0)
+            rows = tl.load(across, mask=column < K, other=0.0)
+        acc = product(w, tl.trans(rows.to(tl.bfloat16)), acc, INTERPRETED)
+        if i % steps == steps - 1:
+            at_out = m.to(tl.int64)[:, None] * out_row + head * out_head + n[None, :]
+            total = tl.trans(tl.zeros([TILE, ROWS], tl.float32) + acc)
+            tl.store(out + at_out, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+            acc = tl.zeros([TILE, ROWS], tl.float32)

@@ -131,7 +131,7 @@ def from_operand_order(total, TILE: tl.constexpr, ROWS: tl.constexpr):  # type: 
 
 
 @triton.jit
-def _product(a, b, acc, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+def product(a, b, acc, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
     """``a @ b + acc`` of bfloat16, summed in float32."""
     if INTERPRETED:  # which multiplies bits otherwise
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -178,7 +178,7 @@ def _sum_bfloat16(  # type: ignore[no-untyped-def]
             inside = (start + k < K)[None, :]
             w = tl.load(values + at_weight[:, None] + (start + k)[None, :], mask=inside, other=0.0)
             rows = tl.load(across, mask=present[:, None] & inside, other=0.0)
-        acc = _product(w, tl.trans(rows.to(tl.bfloat16)), acc, INTERPRETED)
+        acc = product(w, tl.trans(rows.to(tl.bfloat16)), acc, INTERPRETED)
     return acc
 
 
@@ -205,7 +205,7 @@ def _sum_e4m3(  # type: ignore[no-untyped-def]
         if TWO:
             scale = tl.where(in_second, tl.load(second_scales + start // _BLOCK), scale)
         w = _weight_operand(words, TILE, PTX)
-        part = _product(w, tl.trans(rows.to(tl.bfloat16)), tl.zeros([TILE, ROWS], tl.float32), INTERPRETED)
+        part = product(w, tl.trans(rows.to(tl.bfloat16)), tl.zeros([TILE, ROWS], tl.float32), INTERPRETED)
         acc = tl.fma(part, tl.zeros([TILE, ROWS], tl.float32) + scale, acc)
     return acc
 

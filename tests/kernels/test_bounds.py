@@ -251,9 +251,10 @@ def test_panels(rows: int, k: int) -> None:
         fill_panels(x, torch.empty(panel_rows(count) * k, dtype=torch.bfloat16), pairs, 2)
 
 
-def test_products_of_heads() -> None:
-    workspace = Workspace(3, DEVICE, kernels="triton", nbytes=1 << 20)
-    head_linear(_normal(3, 2, 80), _matrix(False, 2, 40, 80), torch.empty(3, 2, 40), workspace)
+@pytest.mark.parametrize(("rows", "n", "k"), [(3, 40, 80), (65, 40, 80), (130, 260, 64)])
+def test_products_of_heads(rows: int, n: int, k: int) -> None:
+    workspace = Workspace(rows, DEVICE, kernels="triton", nbytes=1 << 20)
+    head_linear(_normal(rows, 2, k), _matrix(False, 2, n, k), torch.empty(rows, 2, n), workspace)
 
 
 @pytest.mark.parametrize("e4m3", [False, True])

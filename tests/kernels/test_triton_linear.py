@@ -110,6 +110,16 @@ def test_many_rows_of_a_narrow_weight(nbytes: int) -> None:
         assert not bool(workspace.scratch.tickets.any())
 
 
+def test_a_row_of_heads_alone_and_among_many() -> None:
+    weight, x = _matrix("bfloat16", 2, 144, 200), _rows(150, 2, 200).float()
+    if not CUDA:  # the interpreter's products depend on the tile
+        x, weight = x.round(), Matrix(weight.values.float().round().bfloat16())
+    together, alone = torch.empty(150, 2, 144, device=DEVICE), torch.empty(5, 2, 144, device=DEVICE)
+    head_linear(x, weight, together, _workspace())
+    head_linear(x[-5:], weight, alone, _workspace())
+    assert torch.equal(alone, together[-5:])
+
+
 def test_operand_order() -> None:
     """Blocks of 128 columns, each permuted alike: more of them than one program takes, of a strided view."""
     wide = torch.arange(3 * 2 * 2432, device=DEVICE).view(3, 2, 2432).remainder(251).float()
@@ -136,13 +146,14 @@ def test_rows_do_not_touch_each_other(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_heads(dtype: torch.dtype) -> None:
-    """Of a strided view, float32 ones rounded first."""
-    heads, n, k = 3, 80, 192
+@pytest.mark.parametrize(("rows", "n", "k"), [(18, 80, 192), (150, 80, 200), (150, 260, 64)])
+def test_heads(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Of a strided view, float32 ones rounded first; many rows, in several tiles to a program."""
+    heads = 3
     weight = _matrix("bfloat16", heads, n, k)
-    wide = _normal(18, heads, 256).to(DEVICE, dtype)
+    wide = _normal(rows, heads, 256).to(DEVICE, dtype)
     wide[..., k:] = torch.nan
-    out = torch.full((18, heads, n + 16), torch.nan, device=DEVICE)
+    out = torch.full((rows, heads, n + 16), torch.nan, device=DEVICE)
     head_linear(wide[..., :k], weight, out[..., :n], _workspace())
     assert bool(out[..., n:].isnan().all())
     for head in range(heads):
