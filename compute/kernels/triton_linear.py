@@ -42,8 +42,10 @@ _HEAD_TILING = Tiling(0, 256, 8, 64, 3)
 one while it stores."""
 _SPLIT_TILING = Tiling(0, 64, 4, 64, 4)
 _SPLIT_ROW_TILE = 64
-"""Where there are so few tiles that splits have programs of their own though there are many rows."""
 _FEW_TILES = 64
+"""Where no more tiles than these would leave most of an H200 idle, splits of many rows have programs of their own too.
+Their tiles are smaller, so that the last program of each has less to add up.
+"""
 _PROGRAMS = 192
 """Programs of few rows that a bfloat16 weight is cut for, if it has no more tiles than that."""
 _ORDERED = 2048

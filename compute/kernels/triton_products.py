@@ -4,7 +4,7 @@ nothing but its own inputs.
 The weight is on the matrix instruction's M side and the rows of ``x`` on its N side, whose width does not change how
 one column is summed. K is cut into splits that depend on the weight's shape alone; each is summed in order from zero,
 and the splits are added in their order. With few rows every split has a program of its own, and the last one of a tile
-to finish adds them up; with many rows one program does all.
+to finish adds them up; with many rows one program does all, except where there are few tiles.
 
 An e4m3 weight's block of 128 columns is summed by itself and added times the block's scale. Its bytes become bfloat16
 exactly, in the order in which the matrix unit's registers want them: K within a block, and the rows of a tile, are in
@@ -26,7 +26,7 @@ from compute.kernels.ptx import bfloat16_of_e4m3, prefetch_lines
 from protocol.errors import InvalidValue
 
 FEW_ROWS = 64
-"""Most rows whose splits have programs of their own."""
+"""Most rows whose splits always have programs of their own."""
 
 _BLOCK = tl.constexpr(BLOCK)
 _TOGETHER = tl.constexpr(8)
