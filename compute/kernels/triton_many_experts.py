@@ -309,9 +309,7 @@ def _many_join_kernel(  # type: ignore[no-untyped-def]
     outputs, weights, out, HIDDEN,
     CHOICES: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a row's outputs, place by place, as `compute.kernels.triton_experts` adds them. All are asked for
-    before the first is there; none is read again.
-    """
+    """The sum of a row's outputs, place by place, as `compute.kernels.triton_experts` adds them."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = n < HIDDEN
@@ -319,10 +317,9 @@ def _many_join_kernel(  # type: ignore[no-untyped-def]
     result = tl.zeros([TILE], tl.float32)
     outputs += row * (CHOICES + SHARED) * HIDDEN
     if SHARED:
-        result += tl.load(outputs + n, mask=inside, other=0.0, eviction_policy="evict_first")
-    for choice in tl.range(CHOICES, num_stages=CHOICES + 1):
-        at = outputs + (choice + SHARED) * HIDDEN + n
-        output = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+        result += tl.load(outputs + n, mask=inside, other=0.0)
+    for choice in tl.static_range(CHOICES):
+        output = tl.load(outputs + (choice + SHARED) * HIDDEN + n, mask=inside, other=0.0)
         weight = tl.load(weights + row * CHOICES + choice)
         result = tl.fma(output, tl.zeros([TILE], tl.float32) + weight, result)
     tl.store(out + row * HIDDEN + n, result, mask=inside)

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compute.kernels.triton_products import FEW_ROWS
 from compute.kernels.triton_support import await_kernel_before, launch_options
 from protocol.model import ModelConfig
 
@@ -31,7 +30,6 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
             columns,
             columns,
             ADDED=delta is not None,
-            MANY=rows > FEW_ROWS,
             TILE=triton.next_power_of_2(columns),
             num_warps=_warps(columns),
             **launch_options(),
@@ -52,7 +50,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
             x.stride(0),
             out.stride(0),
             ADDED=False,
-            MANY=rows > FEW_ROWS,
             TILE=triton.next_power_of_2(columns),
             num_warps=_warps(columns),
             **launch_options(),
@@ -96,26 +93,18 @@ def _warps(columns: int) -> int:
 @triton.jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x, delta, weight, out, eps, columns, x_row, out_row,
-    ADDED: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
+    ADDED: tl.constexpr, TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Few rows have their weight before the kernel before has ended. Many are as fast as memory if more of them share a
-    multiprocessor: each keeps less in registers, and what is not read again soon leaves the cache to what is.
-    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < columns
-    EVICTED: tl.constexpr = "evict_first" if MANY else ""
-    if not MANY:
-        scale = tl.load(weight + column, mask=inside, other=0.0)
+    scale = tl.load(weight + column, mask=inside, other=0.0)
     await_kernel_before(OVERLAPPED)
     values = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     if ADDED:
-        added = tl.load(delta + row * columns + column, mask=inside, other=0.0, eviction_policy=EVICTED)
-        values += added.to(tl.float32)
-        tl.store(x + row * x_row + column, values, mask=inside, eviction_policy=EVICTED)
+        values += tl.load(delta + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x + row * x_row + column, values, mask=inside)
     mean = tl.sum(values * values, 0) / columns
-    if MANY:
-        scale = tl.load(weight + column, mask=inside, other=0.0)
     result = values * tl.rsqrt(mean + eps) * scale
     tl.store(out + row * out_row + column, result.to(out.dtype.element_ty), mask=inside)
 
