@@ -363,7 +363,9 @@ def _rotate(x, cos, sin, out, heads, stride, SIZE: tl.constexpr, INTERLEAVED: tl
         a, b = tl.split(tl.reshape(values, [BLOCK, 32, 2]))
     else:
         a, b = tl.split(tl.permute(tl.reshape(values, [BLOCK, 2, 32]), [0, 2, 1]))
-    turned = tl.join((a * c - b * s).to(tl.bfloat16), (b * c + a * s).to(tl.bfloat16))
+    c, s = tl.broadcast_to(c, a.shape), tl.broadcast_to(s, a.shape)
+    # Which product is rounded would be the compiler's choice: these are what it makes of `_query_kernel`.
+    turned = tl.join(tl.fma(a, c, -(b * s)).to(tl.bfloat16), tl.fma(a, s, b * c).to(tl.bfloat16))
     if not INTERLEAVED:
         turned = tl.permute(turned, [0, 2, 1])
     tl.store(out + head * SIZE + column, tl.reshape(turned, [BLOCK, _ROPE_DIM]), mask=head < heads)
