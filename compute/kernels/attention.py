@@ -3,7 +3,8 @@
 The definition is `compute.kernels.reference.attend`. The selected keys of a query row are cut into splits of `KEYS`;
 one program does one split for 64 heads, softmax included, and a second launch joins the splits in their order. Splits
 and tiles depend on k alone, so a query row's bits depend on nothing but its own inputs. On GPUs of compute capability
-9.0 `compute.kernels.attention_hopper` does the splits, elsewhere the kernel in this file; their bits differ.
+9.0 `compute.kernels.attention_hopper` does the splits, and with the same bits `compute.kernels.attention_rows` those of
+many query rows; elsewhere the kernel in this file does, whose bits differ.
 
 Products are of float16 values, summed in float32: a latent is int8 times scale, rounded once; query and rope are
 rounded to float16; so are the softmax weights within a split, and the splits' results. The error against exact
@@ -27,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compute.kernels.attention_hopper import WARPS, split_kernel
+from compute.kernels.attention_rows import LEAST_ROWS, attend_splits
 from compute.kernels.ptx import PTX, halves_of_e4m3, scaled_halves
 from compute.kernels.triton_support import await_kernel_before, launch_options
 from protocol.errors import InvalidValue
@@ -106,17 +108,12 @@ class SparseAttention:
         self, addresses: Tensor, layer_in_group: int, query_latent: Tensor, query_rope: Tensor, scale: float
     ) -> None:
         grid = (self._splits, triton.cdiv(self.heads, HEADS), addresses.shape[0])
-        arguments = (
-            addresses,
-            query_latent,
-            query_rope,
-            self._partial,
-            self._softmax,
-            self.heads,
-            self.k,
-            layer_in_group * _ROWS.row_bytes,
-            scale * math.log2(math.e),
-        )
+        tensors = (addresses, query_latent, query_rope, self._partial, self._softmax)
+        layer_offset, scale = layer_in_group * _ROWS.row_bytes, scale * math.log2(math.e)
+        if self._hopper_programs and addresses.shape[0] >= LEAST_ROWS:
+            attend_splits(*tensors, layer_offset, scale, self._hopper_programs)
+            return
+        arguments = (*tensors, self.heads, self.k, layer_offset, scale)
         if self._hopper_programs:
             split_kernel[grid](*arguments, self._hopper_programs, num_warps=WARPS, **launch_options())
         else:

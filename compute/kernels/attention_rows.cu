@@ -1,0 +1,222 @@
+// The splits of sparse attention for many query rows, on Hopper GPUs: what attention_hopper.py gives, bit for bit.
+//
+// A block has three warpgroups. The first has the scores of every split's first tile and half of the sums' dimensions,
+// the second those of the second tile and the other half. The third has the next tile's rows copied to the place of the tile
+// before the last when that has been read, and makes float16 of them there, while the last one is multiplied. A split is
+// stored while the next begins.
+//
+// Defined by whoever compiles it: THREADS, SHARED_BYTES; VALUES_OFFSET, SCALES_OFFSET and ROPE_OFFSET of a row; SPLITS of a
+// query row, and BLOCKS of 64 heads; BFLOAT16_QUERY, else queries are float16; MULTIPLIER_REGISTERS, FETCHER_REGISTERS of a
+// thread.
+
+#include "attention_fetch.cuh"
+
+__device__ void begin_scores(float (&scores)[32], Shared &shared, int tile) {
+    Operand query = by_columns(shared.query), keys = by_columns(shared.tiles[tile]);
+    begin_products(scores);
+#pragma unroll
+    for (int i = 0; i < CHUNKS * 4; ++i) {  // ropes come first
+        int offset = (i / 4 + CHUNKS - 1) % CHUNKS * CHUNK + i % 4 * 32;
+        multiply(scores, moved(query, offset), moved(keys, offset), i > 0);
+    }
+    end_products();
+}
+__device__ void begin_sums(float (&sums)[128], Shared &shared, int tile, int half, bool add) {
+    Operand weights = by_columns(shared.weights), keys = by_rows(shared.tiles[tile][half * 4]);
+    begin_products(sums);
+#pragma unroll
+    for (int i = 0; i < TILE / 16; ++i) multiply(sums, moved(weights, i * 32), moved(keys, i * 16 * 128), add || i > 0);
+    end_products();
+}
+
+// Scores in units of the exponent; the largest of each head, `top` too.
+__device__ void scale_scores(float (&scores)[32], float (&top)[2], const unsigned char *empty, float scale) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        int two = *(const unsigned short *)(empty + i * 8 + threadIdx.x % 4 * 2);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float &score = scores[4 * i + j];
+            score = __fmaf_rn(scale, score, two & (j % 2 ? 0xff00 : 0xff) ? NO_SCORE : 0.0f);
+            top[j / 2] = fmaxf(top[j / 2], score);
+        }
+    }
+    for (int head = 0; head < 2; ++head)
+        for (int lanes = 2; lanes; lanes /= 2)
+            top[head] = fmaxf(top[head], __shfl_xor_sync(0xffffffff, top[head], lanes));
+}
+
+// Scores become shares of the softmax.
+__device__ void take_shares(float (&scores)[32], const float (&top)[2]) {
+    float least[2] = {finite(top[0]), finite(top[1])};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) scores[i] = exp2_of(scores[i] - least[i / 2 % 2]);
+}
+__device__ void store_weights(const float (&shares)[32], unsigned char *weights) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        int row = own_head() + i % 2 * 8;
+        unsigned *at = (unsigned *)(weights + place_of(row, i / 2) + threadIdx.x % 4 * 4);
+        *at = halves_of(shares[2 * i], shares[2 * i + 1]);
+    }
+    publish_to_matrix_unit();
+}
+// Of a head's shares that the thread has: [head][keys 0-31, keys 32-63].
+__device__ float thread_sum(const float (&shares)[32], int head, int half) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float *two = shares + (half * 4 + i) * 4 + head * 2;
+        sum = i ? sum + (two[0] + two[1]) : two[0] + two[1];
+    }
+    return sum;
+}
+__device__ float sum_of_four_threads(float sum) {
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    return sum + __shfl_xor_sync(0xffffffff, sum, 1);
+}
+__device__ void rescale(float (&sums)[128], const float (&kept)[2]) {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) sums[i] *= kept[i / 2 % 2];
+}
+// Half of a split's results, dimensions in operand order.
+__device__ void store_sums(const Work &work, int step, const float (&sums)[128], int half, const float *total) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        int own = own_head() + i * 8, head = work.first_head(step) + own;
+        float whole = quotient_of(1.0f, total[own] > 0.0f ? total[own] : 1.0f);
+        unsigned short *at = work.partial + work.entry(step, own) * DIMS + half * 256 + threadIdx.x % 4 * 8;
+        if (head < work.heads)
+#pragma unroll
+            for (int part = 0; part < 8; ++part) {
+                const float *of = sums + part / 2 * 32 + part % 2 * 4 + i * 2;
+                *(uint4 *)(at + part * 32) = {
+                    halves_of(of[0] * whole, of[1] * whole), halves_of(of[8] * whole, of[9] * whole),
+                    halves_of(of[16] * whole, of[17] * whole), halves_of(of[24] * whole, of[25] * whole)};
+            }
+    }
+}
+
+__device__ void attend_first_tiles(const Work &work, Shared &shared) {
+    float scores[32] = {}, sums[128] = {};
+    int units = 0, head = own_head();
+#pragma unroll 1
+    for (int step = 0; step <= work.steps; ++step) {
+        int parity = step % 2;
+        if (step < work.steps) {
+            if (work.begins_unit(step)) await(&shared.query_filled, units++ % 2);
+            await(&shared.filled[0], parity);
+            begin_scores(scores, shared, 0);
+        }
+        if (step > 0) {
+            await(&shared.totals, parity ^ 1);
+            store_sums(work, step - 1, sums, 0, shared.total);
+        }
+        if (step == work.steps) break;
+        await_products<0>(scores);
+        if (work.ends_unit(step)) arrive_as_warp(&shared.query_read);
+        float top[2] = {NO_SCORE, NO_SCORE}, kept[2];
+        scale_scores(scores, top, shared.empty[0], work.scale);
+        take_shares(scores, top);
+        if (step > 0) await(&shared.read[1], parity ^ 1);  // the second weights, too
+        store_weights(scores, shared.weights);
+        shared.first_sums[threadIdx.x % 128] = make_float4(thread_sum(scores, 0, 0), thread_sum(scores, 0, 1),
+                                                           thread_sum(scores, 1, 0), thread_sum(scores, 1, 1));
+        if (threadIdx.x % 4 == 0) shared.first_top[head] = top[0], shared.first_top[head + 8] = top[1];
+        arrive_as_warp(&shared.first_weights);
+        await(&shared.first_weights, parity);
+        begin_sums(sums, shared, 0, 0, false);
+        await_products<0>(sums);
+        arrive_as_warp(&shared.read[0]);
+        await(&shared.second_weights, parity);
+        for (int i = 0; i < 2; ++i) kept[i] = exp2_of(top[i] - finite(shared.top[head + i * 8]));
+        rescale(sums, kept);
+        await(&shared.filled[1], parity);
+        begin_sums(sums, shared, 1, 0, true);
+        await_products<0>(sums);
+        arrive_as_warp(&shared.read[1]);
+    }
+}
+
+__device__ void attend_second_tiles(const Work &work, Shared &shared) {
+    float scores[32] = {}, sums[128] = {};
+    int units = 0, head = own_head();
+#pragma unroll 1
+    for (int step = 0; step < work.steps; ++step) {
+        int parity = step % 2;
+        if (work.begins_unit(step)) await(&shared.query_filled, units++ % 2);
+        await(&shared.filled[1], parity);
+        begin_scores(scores, shared, 1);
+        await(&shared.first_weights, parity);
+        await(&shared.filled[0], parity);
+        begin_sums(sums, shared, 0, 1, false);
+        await_products<1>(scores);
+        if (work.ends_unit(step)) arrive_as_warp(&shared.query_read);
+        float first_top[2] = {shared.first_top[head], shared.first_top[head + 8]};
+        float top[2] = {first_top[0], first_top[1]}, kept[2], total[2];
+        scale_scores(scores, top, shared.empty[1], work.scale);
+        for (int i = 0; i < 2; ++i) kept[i] = exp2_of(first_top[i] - finite(top[i]));
+        take_shares(scores, top);
+        await_products<0>(sums);
+        arrive_as_warp(&shared.read[0]);
+        await(&shared.read[0], parity);  // the first weights, too
+        store_weights(scores, shared.weights);
+        if (threadIdx.x % 4 == 0) shared.top[head] = top[0], shared.top[head + 8] = top[1];
+        arrive_as_warp(&shared.second_weights);
+        await(&shared.second_weights, parity);
+        rescale(sums, kept);
+        begin_sums(sums, shared, 1, 1, true);
+
+        float4 first = shared.first_sums[threadIdx.x % 128];
+        float before[4] = {first.x, first.y, first.z, first.w};
+        for (int i = 0; i < 2; ++i) {
+            float halves[2];
+            for (int half = 0; half < 2; ++half)
+                halves[half] = sum_of_four_threads(
+                    __fmaf_rn(before[2 * i + half], kept[i], thread_sum(scores, i, half)));
+            total[i] = halves[0] + halves[1];
+            int own = head + i * 8;
+            if (threadIdx.x % 4 == 0) {
+                shared.total[own] = total[i];
+                if (work.first_head(step) + own < work.heads) {
+                    float *entry = work.softmax + work.entry(step, own) * 2;
+                    entry[0] = top[i], entry[1] = total[i];
+                }
+            }
+        }
+        arrive_as_warp(&shared.totals);
+        await_products<0>(sums);
+        arrive_as_warp(&shared.read[1]);
+        store_sums(work, step, sums, 1, shared.total);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_rows(const long long *addresses, const unsigned short *query_latent, const unsigned short *query_rope,
+                   unsigned short *partial, float *softmax, int rows, int heads, int k, int layer_offset, float scale) {
+    SHARED_MEMORY(Shared, shared);
+    Work work = {addresses, query_latent, query_rope, partial, softmax, heads, k, layer_offset, scale};
+    work.divide(rows);
+    if (threadIdx.x == 0) {
+        for (int tile = 0; tile < 2; ++tile) {
+            init(&shared.filled[tile], GROUP_WARPS);
+            init(&shared.read[tile], 2 * GROUP_WARPS);
+        }
+        init(&shared.query_filled, GROUP_WARPS), init(&shared.query_read, 2 * GROUP_WARPS);
+        init(&shared.first_weights, GROUP_WARPS), init(&shared.second_weights, GROUP_WARPS);
+        init(&shared.totals, GROUP_WARPS);
+        publish_arrivals();
+    }
+    __syncthreads();
+    await_kernel_before();
+    if (threadIdx.x < GROUP_THREADS) {
+        take_registers<MULTIPLIER_REGISTERS>();
+        attend_first_tiles(work, shared);
+    } else if (threadIdx.x < 2 * GROUP_THREADS) {
+        take_registers<MULTIPLIER_REGISTERS>();
+        attend_second_tiles(work, shared);
+    } else {
+        give_registers<FETCHER_REGISTERS>();
+        fill_tiles(work, shared);
+    }
+}

@@ -1,0 +1,67 @@
+"""The splits of sparse attention for many query rows, on Hopper GPUs: in CUDA C++ (``attention_rows.cu``), where fetching,
+converting, multiplying and storing overlap.
+
+They have the bits of `compute.kernels.attention_hopper`, in less time: there, a multiprocessor holds one program, which
+does one of these after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from compute.kernels.cuda_source import CudaKernel
+from protocol.layout import Q8G64
+
+LEAST_ROWS = 64
+"""With fewer, some blocks would have little to do but to load their query."""
+
+DEFINES = {
+    "THREADS": 384,
+    "SHARED_BYTES": 227 << 10,
+    "VALUES_OFFSET": 0,
+    "SCALES_OFFSET": Q8G64.rows.scales_offset,
+    "ROPE_OFFSET": Q8G64.rows.rope_offset,
+    "MULTIPLIER_REGISTERS": 208,
+    "FETCHER_REGISTERS": 88,
+}
+"""What the source is compiled with, beside ``SPLITS``, ``BLOCKS`` and ``BFLOAT16_QUERY``."""
+
+_HEADS = 64
+"""Of a split."""
+
+
+def attend_splits(
+    addresses: Tensor,
+    query_latent: Tensor,
+    query_rope: Tensor,
+    partial: Tensor,
+    softmax: Tensor,
+    layer_offset: int,
+    scale: float,
+    blocks: int,
+) -> None:
+    """The splits of all query rows, as `compute.kernels.attention_hopper.split_kernel` stores them.
+
+    ``scale`` is in units of the exponent of 2. There are at most ``blocks`` blocks, each with a run of splits.
+    """
+    (rows, k), heads, splits = addresses.shape, query_latent.shape[1], partial.shape[1]
+    halves = {query_latent.dtype, query_rope.dtype} in ({torch.bfloat16}, {torch.float16})
+    if not halves or query_latent.data_ptr() % 16 or query_rope.data_ptr() % 16:
+        query_latent, query_rope = (part.to(torch.float16, copy=True) for part in (query_latent, query_rope))
+    parts, bfloat16 = -(-heads // _HEADS), int(query_latent.dtype == torch.bfloat16)
+    _kernel(torch.cuda.current_device(), SPLITS=splits, BLOCKS=parts, BFLOAT16_QUERY=bfloat16).launch(
+        (min(blocks, rows * parts * splits), 1),
+        [
+            *map(CudaKernel.address, (addresses, query_latent, query_rope, partial, softmax)),
+            *map(CudaKernel.int32, (rows, heads, k, layer_offset)),
+            CudaKernel.float32(scale),
+        ],
+    )
+
+
+@functools.cache
+def _kernel(_device: int, **defines: int) -> CudaKernel:
+    return CudaKernel("attention_rows", DEFINES | defines)
