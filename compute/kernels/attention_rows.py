@@ -1,8 +1,9 @@
-"""The splits of sparse attention for many query rows, on Hopper GPUs: in CUDA C++ (``attention_rows.cu``), where fetching,
-converting, multiplying and storing overlap.
+"""The splits of sparse attention for many query rows, on Hopper GPUs: in CUDA C++ (``attention_rows.cu``), where copying,
+multiplying and storing overlap.
 
 They have the bits of `compute.kernels.attention_hopper`, in less time: there, a multiprocessor holds one program, which
-does one of these after the other.
+does one of these after the other, and each program converts the rows that it selects. Here rows are float16 already, as
+`compute.kernels.half_rows` made them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from compute.kernels.cuda_source import CudaKernel
-from protocol.layout import Q8G64
 
 LEAST_ROWS = 64
 """With fewer, some blocks would have little to do but to load their query."""
@@ -21,11 +21,11 @@ LEAST_ROWS = 64
 DEFINES = {
     "THREADS": 384,
     "SHARED_BYTES": 227 << 10,
-    "VALUES_OFFSET": 0,
-    "SCALES_OFFSET": Q8G64.rows.scales_offset,
-    "ROPE_OFFSET": Q8G64.rows.rope_offset,
-    "MULTIPLIER_REGISTERS": 208,
-    "FETCHER_REGISTERS": 88,
+    "AHEAD": 2,
+    "SCORED_FIRST": 2,
+    "FENCED": 1,
+    "MULTIPLIER_REGISTERS": 224,
+    "FETCHER_REGISTERS": 64,
 }
 """What the source is compiled with, beside ``SPLITS``, ``BLOCKS`` and ``BFLOAT16_QUERY``."""
 
@@ -39,13 +39,12 @@ def attend_splits(
     query_rope: Tensor,
     partial: Tensor,
     softmax: Tensor,
-    layer_offset: int,
     scale: float,
     blocks: int,
 ) -> None:
     """The splits of all query rows, as `compute.kernels.attention_hopper.split_kernel` stores them.
 
-    ``scale`` is in units of the exponent of 2. There are at most ``blocks`` blocks, each with a run of splits.
+    ``addresses`` are of rows of `compute.kernels.half_rows`. ``scale`` is in units of the exponent of 2. There are at most ``blocks`` blocks, each with a run of splits.
     """
     (rows, k), heads, splits = addresses.shape, query_latent.shape[1], partial.shape[1]
     halves = {query_latent.dtype, query_rope.dtype} in ({torch.bfloat16}, {torch.float16})
@@ -56,7 +55,7 @@ def attend_splits(
         (min(blocks, rows * parts * splits), 1),
         [
             *map(CudaKernel.address, (addresses, query_latent, query_rope, partial, softmax)),
-            *map(CudaKernel.int32, (rows, heads, k, layer_offset)),
+            *map(CudaKernel.int32, (rows, heads, k)),
             CudaKernel.float32(scale),
         ],
     )

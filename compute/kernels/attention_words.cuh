@@ -30,7 +30,7 @@ __device__ void await(Arrivals *own, int parity) {
         "r"(parity)
         : "memory");
 }
-// What the thread stored can then be read by the matrix unit.
+// What the thread stored, or saw arrive, can then be read by the matrix unit.
 __device__ void publish_to_matrix_unit() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int registers>
 __device__ void take_registers() {
@@ -45,13 +45,16 @@ __device__ void give_registers() {
 __device__ void bring(long long from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// 16 bytes to shared memory, 0 where there are none; they are there once the thread has awaited its copies.
-__device__ void copy(uint4 *to, const void *from, bool present) {
-    int bytes = present ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+// 16 bytes to shared memory, 0 where there are none.
+__device__ void copy(unsigned char *to, long long from, bool present) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(present ? 16 : 0)
                  : "memory");
 }
-__device__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Once the thread's copies so far are there.
+__device__ void arrive_with_copies(Arrivals *own) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(own)) : "memory");
+}
 
 __device__ float exp2_of(float value) {
     float result;
@@ -68,25 +71,11 @@ __device__ unsigned halves_of(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
     return halves;
 }
-// Four int8 times two equal halves: as compute/kernels/ptx.py has it.
-__device__ void scaled_halves(unsigned word, unsigned scale, unsigned &low, unsigned &high) {
-    asm("{ .reg .b32 bytes, bias;\n"
-        "mov.b32 bias, 0x64806480;\n"
-        "xor.b32 bytes, %2, 0x80808080;\n"
-        "prmt.b32 %0, bytes, 0x64646464, 0x4140;\n"
-        "prmt.b32 %1, bytes, 0x64646464, 0x4342;\n"
-        "sub.f16x2 %0, %0, bias;\n"
-        "sub.f16x2 %1, %1, bias;\n"
-        "mul.f16x2 %0, %0, %3;\n"
-        "mul.f16x2 %1, %1, %3; }"
-        : "=&r"(low), "=&r"(high)
-        : "r"(word), "r"(scale));
-}
-
 #define OWN4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OWN16(d, i) OWN4(d, i), OWN4(d, i + 4), OWN4(d, i + 8), OWN4(d, i + 12)
 #define OWN32(d) OWN16(d, 0), OWN16(d, 16)
 #define OWN128(d) OWN32(d), OWN16(d, 32), OWN16(d, 48), OWN16(d, 64), OWN16(d, 80), OWN16(d, 96), OWN16(d, 112)
+#define OWN_WORDS4(a, i) "+r"(a[i]), "+r"(a[i + 1]), "+r"(a[i + 2]), "+r"(a[i + 3])
 #define NAMES32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
     "%24, %25, %26, %27, %28, %29, %30, %31"
@@ -106,6 +95,10 @@ __device__ Operand moved(Operand operand, int bytes) { return operand + bytes / 
 // The products of a warpgroup: begun, added one by one, 16 columns or rows of each operand at a time, ended, awaited.
 __device__ void begin_products(float (&sum)[32]) { asm volatile("wgmma.fence.sync.aligned;" : OWN32(sum)::"memory"); }
 __device__ void begin_products(float (&sum)[128]) { asm volatile("wgmma.fence.sync.aligned;" : OWN128(sum)::"memory"); }
+__device__ void begin_products(float (&sum)[128], unsigned (&a)[16]) {  // a's rows are in registers
+    begin_products(sum);
+    asm volatile("" : OWN_WORDS4(a, 0), OWN_WORDS4(a, 4), OWN_WORDS4(a, 8), OWN_WORDS4(a, 12));
+}
 __device__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending>
 __device__ void await_products(float (&sum)[32]) {
@@ -132,4 +125,13 @@ __device__ void multiply(float (&sum)[128], Operand a, Operand b, bool add) {
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES128 "}, %128, %129, add, 1, 1, 0, 1; }"
         : OWN128(sum)
         : "l"(a), "l"(b), "r"((int)add));
+}
+// The same of a in registers, four words of each thread.
+__device__ void multiply(float (&sum)[128], const unsigned *a, Operand b, bool add) {
+    asm volatile(
+        "{ .reg .pred add;\n"
+        "setp.ne.b32 add, %133, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES128 "}, {%128, %129, %130, %131}, %132, add, 1, 1, 1; }"
+        : OWN128(sum)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }

@@ -6,17 +6,23 @@
 #define NO_SCORE __int_as_float(0xff800000)  // minus infinity
 
 constexpr int HEADS = 64, TILE = 64, SPLIT = 2 * TILE, DIMS = 512, ROPE_DIMS = 64;
-constexpr int CHUNK = 64 * 128, CHUNKS = (DIMS + ROPE_DIMS) / 64;  // 64 rows of 64 float16, swizzled; the last: ropes
+constexpr int ROW_BYTES = (DIMS + ROPE_DIMS) * 2;
+constexpr int CHUNK = 64 * 128, CHUNKS = ROW_BYTES / 128;  // 64 rows of 64 float16, swizzled; the last: ropes
 constexpr int GROUP_THREADS = 128, GROUP_WARPS = 4;
-constexpr int WARP_KEYS = TILE / GROUP_WARPS;  // of a tile, that a warp fetches
 static_assert(THREADS == 3 * GROUP_THREADS, "three warpgroups");
+
+// A tile comes in parts: in the order that scores are made in, ropes and then dimensions. Two parts have one half of the
+// sums' dimensions.
+constexpr int PARTS = 4;
+__device__ constexpr int chunk_of(int i) { return (i + CHUNKS - 1) % CHUNKS; }
+__device__ constexpr int first_of(int part) { return part ? 2 * part + 1 : 0; }
 
 struct alignas(1024) Shared {
     unsigned char query[CHUNKS][CHUNK], tiles[2][CHUNKS][CHUNK], weights[CHUNK];
     float4 first_sums[GROUP_THREADS];
     float first_top[HEADS], top[HEADS], total[HEADS];
-    unsigned char empty[2][TILE];
-    Arrivals filled[2], read[2], query_filled, query_read, first_weights, second_weights, totals;
+    Arrivals filled[2][PARTS], read[2][2];  // [tile][part], [tile][half]
+    Arrivals query_copied, query_filled, query_read, first_weights, second_weights, totals;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "room in shared memory");
 
@@ -29,7 +35,7 @@ struct Work {
     const unsigned short *query_latent, *query_rope;
     unsigned short *partial;
     float *softmax;
-    int heads, k, layer_offset;
+    int heads, k;
     float scale;
     long long first;
     int steps;
@@ -48,13 +54,15 @@ struct Work {
     __device__ long long entry(int step, int head) const {
         return ((long long)row(step) * SPLITS + split(step)) * heads + first_head(step) + head;
     }
-    // The address of the layer's row of the lane's key, of those of the warp, in a tile; 0 where empty.
-    __device__ long long start(int number) const {
-        int step = number / 2, key = split(step) * SPLIT + number % 2 * TILE + fetcher() / 32 * WARP_KEYS;
-        key += fetcher() % WARP_KEYS;
-        if (step >= steps || key >= k) return 0;
-        long long address = addresses[(long long)row(step) * k + key];
-        return address ? address + layer_offset : 0;
+    // The address of the row of a tile's key; 0 where empty.
+    __device__ long long start(int number, int of_tile) const {
+        int step = number / 2, key = split(step) * SPLIT + number % 2 * TILE + of_tile;
+        return step < steps && key < k ? addresses[(long long)row(step) * k + key] : 0;
+    }
+    // Of the keys that a thread copies parts of.
+    __device__ void load_starts(int number, long long (&starts)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) starts[i] = start(number, i * 16 + fetcher() / 8);
     }
 };
 
@@ -66,14 +74,7 @@ __device__ int place_of(int row, int unit) { return row * 128 + ((unit ^ (row & 
 // The first of the two heads of the thread, in [0, 64); the second is 8 more.
 __device__ int own_head() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
-__device__ unsigned word(const uint4 &four, int i) {
-    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-}
 __device__ unsigned halves_of_bfloat16(unsigned two) {
     return halves_of(__int_as_float(two << 16), __int_as_float(two & 0xffff0000));
-}
-__device__ uint4 halves_of_bfloat16(const uint4 &eight) {
-    return {halves_of_bfloat16(eight.x), halves_of_bfloat16(eight.y), halves_of_bfloat16(eight.z),
-            halves_of_bfloat16(eight.w)};
 }
 __device__ float finite(float top) { return top > NO_SCORE ? top : 0.0f; }

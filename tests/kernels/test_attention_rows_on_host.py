@@ -21,6 +21,7 @@ from compute.kernels.attention_rows import DEFINES
 from compute.kernels.reference import Memory
 from protocol.layout import Q8G64
 from tests.kernels.host_program import build, needs_compiler, run
+from tests.kernels.test_half_rows import halves_of
 
 LAYERS, LAYER, SCALE = 2, 1, 0.1
 RELATIVE_ERROR = 2e-3
@@ -69,9 +70,10 @@ def test_attention(
         numbers[1] = -1
     queries = [(torch.randn((count, heads, width), generator=generator) * 0.3).to(dtype) for width in (512, 64)]
 
-    head = (*rows.shape, count, heads, k, LAYER * Q8G64.rows.row_bytes, launched, seed, SCALE * math.log2(math.e))
-    tensors = (rows, numbers.int(), *(query.view(torch.int16) for query in queries))
-    given = struct.pack("8if", *head) + b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    head = (len(rows), count, heads, k, launched, seed, SCALE * math.log2(math.e))
+    halves = halves_of(rows[:, LAYER * Q8G64.rows.row_bytes :])
+    tensors = (halves.view(torch.int16), numbers.int(), *(query.view(torch.int16) for query in queries))
+    given = struct.pack("6if", *head) + b"".join(tensor.numpy().tobytes() for tensor in tensors)
     splits = -(-k // 128)
     written = bytearray(run(program(splits, -(-heads // 64), int(dtype == torch.bfloat16)), given))
     half = len(written) // (512 * 2 + 8) * 512 * 2

@@ -1,8 +1,10 @@
-// The words of compute/kernels/attention_words.cuh for a host: see host.cuh. Products are made a while after the warp
-// has begun to wait for them; operands that have changed since they were begun are an error.
+// The words of compute/kernels/attention_words.cuh for a host: see host.cuh. Copies arrive as late as they may, when
+// those have that are waited for together, and until then there is NaN; products are made a while after the warp has begun
+// to wait for them, and operands that have changed since they were begun are an error.
 #pragma once
 
 #include <unordered_map>
+#include <utility>
 
 #include "host.cuh"
 
@@ -30,18 +32,21 @@ inline float at(Operand first, int row, int column) {
 }
 struct Products {
     float *sum;
-    Operand a, b;
+    Operand a, b;  // a is null where it is in registers
     int columns;
     bool add;
+    const unsigned *words = nullptr;  // of a in registers
+    float of_words[2][16] = {};       // the thread's rows
     uint64_t begun_with = 0;
 
+    float of_a(int i, int row, int k) const { return a ? at(a, row, k) : of_words[i / 2 % 2][k]; }
     float of_b(int k, int column) const {
         return columns == 64 ? at(b, column, k) : at(b + column / 64 * 8192, k, column % 64);
     }
     uint64_t operands() const {  // as a number
         uint64_t number = 0;
         for (int k = 0; k < 16; ++k) {
-            for (int row = 0; row < 64; ++row) number = number * 31 + __float_as_int(at(a, row, k));
+            for (int row = 0; a && row < 64; ++row) number = number * 31 + __float_as_int(at(a, row, k));
             for (int column = 0; column < columns; ++column) number = number * 31 + __float_as_int(of_b(k, column));
         }
         return number;
@@ -52,14 +57,17 @@ struct Products_of_thread {
     unsigned waits = 0;
 };
 inline std::unordered_map<Thread *, Products_of_thread> products;
+struct Copy_of_16 { unsigned char *to; const char *from; };
+inline std::unordered_map<Thread *, std::vector<Copy_of_16>> own_copies;
+inline std::unordered_map<Arrivals *, std::vector<Copy_of_16>> arriving;
+
 inline void make(const Products &products) {
     if (threadIdx.x % 128 == 0 && products.operands() != products.begun_with) fail("an operand that changed");
     for (int i = 0; i < products.columns / 2; ++i) {
         int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
         int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
         float sum = products.add ? products.sum[i] : 0.0f;
-        for (int k = 0; k < 16; ++k)
-            sum += at(products.a, row, k) * products.of_b(k, column);
+        for (int k = 0; k < 16; ++k) sum += products.of_a(i, row, k) * products.of_b(k, column);
         products.sum[i] = sum;
     }
 }
@@ -95,27 +103,45 @@ template <int registers> void give_registers() {}
 inline void bring(long long from, int bytes) {
     if (from % 16 || bytes % 16) host::fail("bytes that are not aligned");
 }
-inline void copy(uint4 *to, const void *from, bool present) { *to = present ? *(const uint4 *)from : uint4{0, 0, 0, 0}; }
-inline void await_copies() {}
+inline void copy(unsigned char *to, long long from, bool present) {
+    if ((uintptr_t)to % 16 || from % 16) host::fail("a copy that is not aligned");
+    memset(to, 0xff, 16);
+    host::own_copies[host::self].push_back({to, present ? (const char *)from : nullptr});
+}
+inline void arrive_with_copies(Arrivals *own) {
+    auto &copies = host::own_copies[host::self], &arriving = host::arriving[own];
+    arriving.insert(arriving.end(), copies.begin(), copies.end());
+    copies.clear();
+    if (own->missing == 1)
+        for (auto [to, from] : std::exchange(arriving, {})) from ? memcpy(to, from, 16) : memset(to, 0, 16);
+    arrive(own);
+}
 
 inline float exp2_of(float value) { return std::exp2(value); }
 inline float quotient_of(float dividend, float divisor) { return dividend / divisor; }
 inline unsigned halves_of(float low, float high) { return host::half_of(low) | host::half_of(high) << 16; }
-inline void scaled_halves(unsigned word, unsigned scale, unsigned &low, unsigned &high) {
-    float values[4];
-    for (int i = 0; i < 4; ++i) values[i] = (signed char)(word >> 8 * i) * host::of_half(scale);
-    low = halves_of(values[0], values[1]);
-    high = halves_of(values[2], values[3]);
-}
 
 inline Operand by_columns(const void *own) { return (Operand)own; }
 inline Operand by_rows(const void *own) { return (Operand)own; }
 inline Operand moved(Operand operand, int bytes) { return operand + bytes; }
 template <int count> void begin_products(float (&)[count]) { host::of_warp(0); }
+inline void begin_products(float (&)[128], unsigned (&)[16]) { host::of_warp(0); }
 inline void end_products() { host::products[host::self].groups.emplace_back(); }
 template <int pending, int count> void await_products(float (&)[count]) { host::await_products(pending); }
 template <int count> void multiply(float (&sum)[count], Operand a, Operand b, bool add) {
     host::Products some = {sum, a, b, 2 * count, add};
+    if (threadIdx.x % 128 == 0) some.begun_with = some.operands();
+    host::products[host::self].groups.back().push_back(some);
+}
+inline void multiply(float (&sum)[128], const unsigned *a, Operand b, bool add) {
+    host::Products some = {sum, nullptr, b, 256, add, a};
+    std::array<unsigned, 4> words;
+    memcpy(&words, a, sizeof words);
+    auto lanes = host::of_warp(words);
+    for (int k = 0; k < 16; ++k)
+        for (int half = 0; half < 2; ++half)
+            some.of_words[half][k] = host::of_half(
+                lanes[threadIdx.x % 32 / 4 * 4 + k / 2 % 4][k / 8 * 2 + half] >> k % 2 * 16);
     if (threadIdx.x % 128 == 0) some.begun_with = some.operands();
     host::products[host::self].groups.back().push_back(some);
 }

@@ -203,7 +203,7 @@ inline int __shfl_up_sync(unsigned, int value, int distance) {
     int lane = threadIdx.x % 32;
     return host::of_warp(value)[lane >= distance ? lane - distance : lane];
 }
-inline int __shfl_sync(unsigned, int value, int lane) { return host::of_warp(value)[lane]; }
+template <typename Type> Type __shfl_sync(unsigned, Type value, int lane) { return host::of_warp(value)[lane]; }
 inline int __reduce_add_sync(unsigned, int value) {
     unsigned sum = 0;
     for (int brought : host::of_warp(value)) sum += brought;
