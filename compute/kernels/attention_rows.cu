@@ -192,16 +192,22 @@ __device__ void attend_second_tiles(const Work &work, Shared &shared) {
         add_scores<0, SCORED_FIRST>(scores, shared, 1, parity);
         await(&shared.first_weights, parity);
         begin_sums(sums, shared, 0, 1, false);
-        await_products<0>(sums);
-        arrive_as_warp(&shared.read[0][1]);
-        add_scores<SCORED_FIRST, PARTS>(scores, shared, 1, parity);
-        await_products<0>(scores);
+        if constexpr (SCORED_FIRST < PARTS) {
+            await_products<0>(sums);
+            arrive_as_warp(&shared.read[0][1]);
+            add_scores<SCORED_FIRST, PARTS>(scores, shared, 1, parity);
+        }
+        await_products<SCORED_FIRST == PARTS>(scores);
         if (work.ends_unit(step)) arrive_as_warp(&shared.query_read);
         float first_top[2] = {shared.first_top[head], shared.first_top[head + 8]};
         float top[2] = {first_top[0], first_top[1]}, kept[2], total[2];
         scale_scores(scores, top, keys, work.scale);
         for (int i = 0; i < 2; ++i) kept[i] = exp2_of(first_top[i] - finite(top[i]));
         take_shares(scores, top, weights);
+        if constexpr (SCORED_FIRST == PARTS) {
+            await_products<0>(sums);
+            arrive_as_warp(&shared.read[0][1]);
+        }
         store_weights(weights, shared.weights);
         if (threadIdx.x % 4 == 0) shared.top[head] = top[0], shared.top[head + 8] = top[1];
         arrive_as_warp(&shared.second_weights);

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from compute.kernels.cuda_source import CudaKernel
 
-LEAST_ROWS = 64
-"""With fewer, some blocks would have little to do but to load their query."""
-
 DEFINES = {
     "THREADS": 384,
     "SHARED_BYTES": 227 << 10,
