@@ -26,19 +26,28 @@ __device__ void copy_query(const Work &work, int step, Shared &shared) {
     arrive_with_copies(&shared.query_copied);
 }
 
+// Has what the thread will copy brought into the L2 cache, and more of the same lines.
+__device__ void bring_rows(const long long (&rows)[4]) {
+    int line = fetcher() % 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (rows[i]) bring_line(rows[i] + line * 128);
+        if (rows[i] && line == i) bring_line(rows[i] + 8 * 128);
+    }
+}
+
 __device__ void fill_tiles(const Work &work, Shared &shared) {
     int units = 0, tiles = 2 * work.steps, place = place_of(fetcher() / 8, fetcher() % 8);
-    long long rows[4], later = work.start(AHEAD, fetcher());
+    long long rows[4], later[4];
     work.load_starts(0, rows);
+    work.load_starts(AHEAD, later);
 #pragma unroll 1
     for (int number = 0; number < tiles; ++number) {
         int step = number / 2, tile = number % 2;
+        if (AHEAD) bring_rows(later);
         long long next[4];
         work.load_starts(number + 1, next);
-        if (AHEAD && fetcher() < TILE) {
-            if (later) bring(later, ROW_BYTES);
-            later = work.start(number + 1 + AHEAD, fetcher());
-        }
+        work.load_starts(number + 1 + AHEAD, later);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             if (step && part % 2 == 0) await(&shared.read[tile][part / 2], step % 2 ^ 1);
@@ -46,8 +55,7 @@ __device__ void fill_tiles(const Work &work, Shared &shared) {
             for (int i = first_of(part); i < first_of(part + 1); ++i)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    copy(shared.tiles[tile][chunk_of(i)] + place + j * 16 * 128,
-                         rows[j] + chunk_of(i) * 128 + fetcher() % 8 * 16, rows[j]);
+                    copy(shared.tiles[tile][chunk_of(i)] + place + j * 16 * 128, rows[j] + chunk_of(i) * 128, rows[j]);
             arrive_with_copies(&shared.filled[tile][part]);
         }
         if (tile == 0 && work.begins_unit(step)) {

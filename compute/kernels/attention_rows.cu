@@ -7,10 +7,13 @@
 //
 // Defined by whoever compiles it: THREADS, SHARED_BYTES; SPLITS of a query row, and BLOCKS of 64 heads; BFLOAT16_QUERY, else
 // queries are float16; AHEAD, how many tiles ahead rows are brought into the L2 cache, 0 for not at all; SCORED_FIRST, how
-// many parts of a second tile are scored before the first tile is summed up; FENCED, whether copies are published; MULTIPLIER_REGISTERS, FETCHER_REGISTERS of a
+// many parts of a second tile are scored before the first tile is summed up; FENCED, whether copies are published; STREAMED, whether
+// results are last in the L2 cache; MULTIPLIER_REGISTERS, FETCHER_REGISTERS of a
 // thread.
 
 #include "attention_fetch.cuh"
+
+static_assert(2 * MULTIPLIER_REGISTERS + FETCHER_REGISTERS <= 65536 / THREADS / 8 * 8 * 3, "what the block begins with");
 
 template <int part>
 __device__ void add_part(float (&scores)[32], Shared &shared, int tile, int parity) {
@@ -115,13 +118,15 @@ __device__ void store_sums(const Work &work, int step, const float (&sums)[128],
 #pragma unroll
             for (int part = 0; part < 8; ++part) {
                 const float *of = sums + part / 2 * 32 + part % 2 * 4 + i * 2;
-                *(uint4 *)(at + part * 32) = {
-                    halves_of(of[0] * whole, of[1] * whole), halves_of(of[8] * whole, of[9] * whole),
-                    halves_of(of[16] * whole, of[17] * whole), halves_of(of[24] * whole, of[25] * whole)};
+                uint4 eight = {halves_of(of[0] * whole, of[1] * whole), halves_of(of[8] * whole, of[9] * whole),
+                               halves_of(of[16] * whole, of[17] * whole), halves_of(of[24] * whole, of[25] * whole)};
+                if (STREAMED)
+                    store_streamed((uint4 *)(at + part * 32), eight);
+                else
+                    *(uint4 *)(at + part * 32) = eight;
             }
     }
 }
-
 
 __device__ void attend_first_tiles(const Work &work, Shared &shared) {
     float scores[32] = {}, sums[128] = {};

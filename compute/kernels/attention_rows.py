@@ -21,8 +21,9 @@ DEFINES = {
     "AHEAD": 2,
     "SCORED_FIRST": 2,
     "FENCED": 1,
-    "MULTIPLIER_REGISTERS": 224,
-    "FETCHER_REGISTERS": 64,
+    "STREAMED": 0,
+    "MULTIPLIER_REGISTERS": 216,
+    "FETCHER_REGISTERS": 72,
 }
 """What the source is compiled with, beside ``SPLITS``, ``BLOCKS`` and ``BFLOAT16_QUERY``."""
 

@@ -45,6 +45,8 @@ __device__ void give_registers() {
 __device__ void bring(long long from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
+// Its line of 128 bytes.
+__device__ void bring_line(long long from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }
 // 16 bytes to shared memory, 0 where there are none.
 __device__ void copy(unsigned char *to, long long from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -54,6 +56,13 @@ __device__ void copy(unsigned char *to, long long from, bool present) {
 // Once the thread's copies so far are there.
 __device__ void arrive_with_copies(Arrivals *own) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(own)) : "memory");
+}
+
+// What will not be read for a long time.
+__device__ void store_streamed(uint4 *to, uint4 value) {
+    asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
 }
 
 __device__ float exp2_of(float value) {

@@ -59,10 +59,13 @@ struct Work {
         int step = number / 2, key = split(step) * SPLIT + number % 2 * TILE + of_tile;
         return step < steps && key < k ? addresses[(long long)row(step) * k + key] : 0;
     }
-    // Of the keys that a thread copies parts of.
+    // The first 16 bytes that a thread copies of each of its rows of a tile; 0 where empty.
     __device__ void load_starts(int number, long long (&starts)[4]) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) starts[i] = start(number, i * 16 + fetcher() / 8);
+        for (int i = 0; i < 4; ++i) {
+            long long row = start(number, i * 16 + fetcher() / 8);
+            starts[i] = row ? row + fetcher() % 8 * 16 : 0;
+        }
     }
 };
 

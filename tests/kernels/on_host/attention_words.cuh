@@ -103,6 +103,8 @@ template <int registers> void give_registers() {}
 inline void bring(long long from, int bytes) {
     if (from % 16 || bytes % 16) host::fail("bytes that are not aligned");
 }
+inline void bring_line(long long) {}
+inline void store_streamed(uint4 *to, uint4 value) { *to = value; }
 inline void copy(unsigned char *to, long long from, bool present) {
     if ((uintptr_t)to % 16 || from % 16) host::fail("a copy that is not aligned");
     memset(to, 0xff, 16);
