@@ -71,6 +71,7 @@ class SparseAttention:
         self._softmax = torch.empty((rows, self._splits, heads, 2), device=device)
         self._e4m3 = encoding == FP8_DS_MLA
         self._hopper_programs = 0 if portable or self._e4m3 else hopper_programs(device)
+        self._counts = torch.zeros((rows * triton.cdiv(heads, HEADS),), dtype=torch.int32, device=device)
 
     def attend(
         self,
@@ -89,9 +90,12 @@ class SparseAttention:
         contiguous. ``meanwhile`` enqueues what goes beside the last launch on another stream. Raises `InvalidValue` for
         shapes that do not fit.
         """
-        layer_offset = layer_in_group * _ROWS.row_bytes
-        split = functools.partial(self._split, layer_offset)
-        self._attend_in_parts(split, addresses, query_latent, query_rope, scale, out, meanwhile)
+        for part in self._parts(addresses, query_latent, query_rope, out):
+            last = part.stop >= len(addresses)
+            self._split(addresses[part], layer_in_group, query_latent[part], query_rope[part], scale)
+            if last:
+                meanwhile()
+            self._join(out[part])
 
     @property
     def attends_halves(self) -> bool:
@@ -104,18 +108,11 @@ class SparseAttention:
 
         For many query rows, where `attends_halves`.
         """
-        self._attend_in_parts(self._split_halves, addresses, query_latent, query_rope, scale, out)
+        for part in self._parts(addresses, query_latent, query_rope, out):
+            if not self._split_halves(addresses[part], query_latent[part], query_rope[part], scale, out[part]):
+                self._join(out[part])
 
-    def _attend_in_parts(
-        self,
-        split: Callable[[Tensor, Tensor, Tensor, float], None],
-        addresses: Tensor,
-        query_latent: Tensor,
-        query_rope: Tensor,
-        scale: float,
-        out: Tensor,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> None:
+    def _parts(self, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, out: Tensor) -> list[slice]:
         count = addresses.shape[0]
         if not count or addresses.shape[1] != self.k or not addresses.is_contiguous():
             raise InvalidValue("addresses", tuple(addresses.shape), f"contiguous [n > 0, {self.k}]")
@@ -124,18 +121,14 @@ class SparseAttention:
                 raise InvalidValue(
                     "query or output", tuple(tensor.shape), f"contiguous [{count}, {self.heads}, {width}]"
                 )
-        for start in range(0, count, self.rows):
-            part = slice(start, start + self.rows)
-            split(addresses[part], query_latent[part], query_rope[part], scale * math.log2(math.e))
-            if start + self.rows >= count:
-                meanwhile()
-            self._join(out[part])
+        return [slice(start, start + self.rows) for start in range(0, count, self.rows)]
 
     def _split(
-        self, layer_offset: int, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float
+        self, addresses: Tensor, layer_in_group: int, query_latent: Tensor, query_rope: Tensor, scale: float
     ) -> None:
         grid = (self._splits, triton.cdiv(self.heads, HEADS), addresses.shape[0])
         tensors = (addresses, query_latent, query_rope, self._partial, self._softmax)
+        layer_offset, scale = layer_in_group * _ROWS.row_bytes, scale * math.log2(math.e)
         arguments = (*tensors, self.heads, self.k, layer_offset, scale)
         if self._hopper_programs:
             split_kernel[grid](*arguments, self._hopper_programs, num_warps=WARPS, **launch_options())
@@ -144,9 +137,11 @@ class SparseAttention:
                 *arguments, HEADS=HEADS, KEYS=KEYS, E4M3=self._e4m3, PTX=PTX, num_warps=8, **launch_options()
             )
 
-    def _split_halves(self, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float) -> None:
-        tensors = (addresses, query_latent, query_rope, self._partial, self._softmax)
-        attend_splits(*tensors, scale, self._hopper_programs)
+    def _split_halves(
+        self, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float, out: Tensor
+    ) -> bool:
+        tensors = (addresses, query_latent, query_rope, self._partial, self._softmax, out, self._counts)
+        return attend_splits(*tensors, scale * math.log2(math.e), self._hopper_programs)
 
     def _join(self, out: Tensor) -> None:
         _join_kernel[(LATENT_DIM // _JOINED_DIMS, self.heads, out.shape[0])](

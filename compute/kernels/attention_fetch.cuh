@@ -62,7 +62,7 @@ __device__ void fill_tiles(const Work &work, Shared &shared) {
             if (units) await(&shared.query_read, (units - 1) % 2);
             ++units;
             copy_query(work, step, shared);
-            bring_query(work, step + SPLITS);
+            bring_query(work, step + STEPS);
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) rows[j] = next[j];

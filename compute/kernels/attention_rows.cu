@@ -5,13 +5,15 @@
 // the second those of the second tile and the other half. The third has the parts of the next tiles copied to where all that
 // was there has been read. A split is stored while the next begins.
 //
-// Defined by whoever compiles it: THREADS, SHARED_BYTES; SPLITS of a query row, and BLOCKS of 64 heads; BFLOAT16_QUERY, else
+// Defined by whoever compiles it: THREADS, SHARED_BYTES; SPLITS of a query row, and BLOCKS of 64 heads; TEAM, how many
+// blocks have a query row together and join its splits, 0 for not to join them; BFLOAT16_QUERY, else
 // queries are float16; AHEAD, how many tiles ahead rows are brought into the L2 cache, 0 for not at all; SCORED_FIRST, how
 // many parts of a second tile are scored before the first tile is summed up; FENCED, whether copies are published; STREAMED, whether
 // results are last in the L2 cache; MULTIPLIER_REGISTERS, FETCHER_REGISTERS of a
 // thread.
 
 #include "attention_fetch.cuh"
+#include "attention_join.cuh"
 
 static_assert(2 * MULTIPLIER_REGISTERS + FETCHER_REGISTERS <= 65536 / THREADS / 8 * 8 * 3, "what the block begins with");
 
@@ -138,7 +140,7 @@ __device__ void attend_first_tiles(const Work &work, Shared &shared) {
         Keys keys(work, step, 0);
         if (work.begins_unit(step)) await(&shared.query_filled, units++ % 2);
         add_scores<0, 2>(scores, shared, 0, parity);
-        if (step > 0) {
+        if (step > 0 && !(TEAM && work.begins_unit(step))) {
             await(&shared.totals, parity ^ 1);
             store_sums(work, step - 1, sums, 0, shared.total);
         }
@@ -148,6 +150,7 @@ __device__ void attend_first_tiles(const Work &work, Shared &shared) {
         float top[2] = {NO_SCORE, NO_SCORE}, kept[2];
         scale_scores(scores, top, keys, work.scale);
         take_shares(scores, top, weights);
+        if (step > 0) await(&shared.read[1][0], parity ^ 1);  // the second weights, too, by all warps
         store_weights(weights, shared.weights);
         shared.first_sums[threadIdx.x % 128] = make_float4(thread_sum(scores, 0, 0), thread_sum(scores, 0, 1),
                                                            thread_sum(scores, 1, 0), thread_sum(scores, 1, 1));
@@ -162,13 +165,21 @@ __device__ void attend_first_tiles(const Work &work, Shared &shared) {
         begin_sums(sums, shared, 1, 0, true);
         await_products<0>(sums);
         arrive_as_warp(&shared.read[1][0]);
+        if (TEAM ? work.ends_unit(step) : step + 1 == work.steps) {
+            await(&shared.totals, parity);
+            store_sums(work, step, sums, 0, shared.total);
+            if constexpr (TEAM > 0) {
+                tell_stored(work, step), join(work, step);
+#pragma unroll
+                for (int i = 0; i < 128; ++i) sums[i] = 0.0f;  // so that the join has their registers
+            }
+        }
     }
-    await(&shared.totals, (work.steps - 1) % 2);
-    store_sums(work, work.steps - 1, sums, 0, shared.total);
 }
 
-// Makes float16 of a query that has been copied.
-__device__ void fill_query(Shared &shared) {
+// Makes float16 of a query when it has been copied.
+__device__ void fill_query(Shared &shared, int parity) {
+    await(&shared.query_copied, parity);
     uint4 *words = (uint4 *)shared.query + threadIdx.x % 128;
     if (BFLOAT16_QUERY)
 #pragma unroll 4
@@ -185,15 +196,12 @@ __device__ void attend_second_tiles(const Work &work, Shared &shared) {
     float scores[32] = {}, sums[128] = {};
     unsigned weights[16];
     int units = 0, head = own_head();
+    fill_query(shared, 0);
 #pragma unroll 1
     for (int step = 0; step < work.steps; ++step) {
         int parity = step % 2;
         Keys keys(work, step, 1);
-        if (work.begins_unit(step)) {
-            await(&shared.query_copied, units % 2);
-            fill_query(shared);
-            await(&shared.query_filled, units++ % 2);
-        }
+        if (work.begins_unit(step)) await(&shared.query_filled, units++ % 2);
         add_scores<0, SCORED_FIRST>(scores, shared, 1, parity);
         await(&shared.first_weights, parity);
         begin_sums(sums, shared, 0, 1, false);
@@ -213,6 +221,7 @@ __device__ void attend_second_tiles(const Work &work, Shared &shared) {
             await_products<0>(sums);
             arrive_as_warp(&shared.read[0][1]);
         }
+        await(&shared.read[0][1], parity);  // the first weights, too
         store_weights(weights, shared.weights);
         if (threadIdx.x % 4 == 0) shared.top[head] = top[0], shared.top[head + 8] = top[1];
         arrive_as_warp(&shared.second_weights);
@@ -240,14 +249,19 @@ __device__ void attend_second_tiles(const Work &work, Shared &shared) {
         await_products<0>(sums);
         arrive_as_warp(&shared.read[1][1]);
         store_sums(work, step, sums, 1, shared.total);  // the warp has the totals of its own heads
+        bool joins = TEAM && work.ends_unit(step);
+        if constexpr (TEAM > 0) if (joins) tell_stored(work, step);
+        if (step + 1 < work.steps && work.begins_unit(step + 1)) fill_query(shared, units % 2);
+        if constexpr (TEAM > 0) if (joins) join(work, step);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_rows(const long long *addresses, const unsigned short *query_latent, const unsigned short *query_rope,
-                   unsigned short *partial, float *softmax, int rows, int heads, int k, float scale) {
+                   unsigned short *partial, float *softmax, float *out, int *counts, int rows, int heads, int k,
+                   float scale) {
     SHARED_MEMORY(Shared, shared);
-    Work work = {addresses, query_latent, query_rope, partial, softmax, heads, k, scale};
+    Work work = {addresses, query_latent, query_rope, partial, softmax, out, counts, heads, k, scale};
     work.divide(rows);
     if (threadIdx.x == 0) {
         for (int tile = 0; tile < 2; ++tile) {

@@ -25,10 +25,15 @@ DEFINES = {
     "MULTIPLIER_REGISTERS": 216,
     "FETCHER_REGISTERS": 72,
 }
-"""What the source is compiled with, beside ``SPLITS``, ``BLOCKS`` and ``BFLOAT16_QUERY``."""
+"""What the source is compiled with, beside ``SPLITS``, ``BLOCKS``, ``TEAM`` and ``BFLOAT16_QUERY``."""
+
+TEAM = 4
+"""Blocks that have a query row together and join its splits; 0: they are joined by another kernel."""
 
 _HEADS = 64
 """Of a split."""
+_MOST_JOINED = 32
+"""Splits of a row."""
 
 
 def attend_splits(
@@ -37,26 +42,32 @@ def attend_splits(
     query_rope: Tensor,
     partial: Tensor,
     softmax: Tensor,
+    out: Tensor,
+    counts: Tensor,
     scale: float,
     blocks: int,
-) -> None:
+) -> bool:
     """The splits of all query rows, as `compute.kernels.attention_hopper.split_kernel` stores them.
 
-    ``addresses`` are of rows of `compute.kernels.half_rows`. ``scale`` is in units of the exponent of 2. There are at most ``blocks`` blocks, each with a run of splits.
+    ``addresses`` are of rows of `compute.kernels.half_rows`. ``scale`` is in units of the exponent of 2. There are at most ``blocks`` blocks. ``counts``
+    int32 [at least rows * ceil(heads / 64)] are 0 before and after. Returns whether splits are joined, to ``out``.
     """
     (rows, k), heads, splits = addresses.shape, query_latent.shape[1], partial.shape[1]
     halves = {query_latent.dtype, query_rope.dtype} in ({torch.bfloat16}, {torch.float16})
     if not halves or query_latent.data_ptr() % 16 or query_rope.data_ptr() % 16:
         query_latent, query_rope = (part.to(torch.float16, copy=True) for part in (query_latent, query_rope))
     parts, bfloat16 = -(-heads // _HEADS), int(query_latent.dtype == torch.bfloat16)
-    _kernel(torch.cuda.current_device(), SPLITS=splits, BLOCKS=parts, BFLOAT16_QUERY=bfloat16).launch(
-        (min(blocks, rows * parts * splits), 1),
+    team = next(team for team in (TEAM, 2, 1) if splits % team == 0) if TEAM and splits <= _MOST_JOINED else 0
+    runs = min(blocks // team, rows * parts) * team if team else min(blocks, rows * parts * splits)
+    _kernel(torch.cuda.current_device(), SPLITS=splits, BLOCKS=parts, TEAM=team, BFLOAT16_QUERY=bfloat16).launch(
+        (runs, 1),
         [
-            *map(CudaKernel.address, (addresses, query_latent, query_rope, partial, softmax)),
+            *map(CudaKernel.address, (addresses, query_latent, query_rope, partial, softmax, out, counts)),
             *map(CudaKernel.int32, (rows, heads, k)),
             CudaKernel.float32(scale),
         ],
     )
+    return team > 0
 
 
 @functools.cache

@@ -65,6 +65,16 @@ __device__ void store_streamed(uint4 *to, uint4 value) {
                  : "memory");
 }
 
+// Adds 1 when all that the warp stored can be read on the whole GPU; its other threads have been waited for.
+__device__ void count_stored(int *count) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+}
+__device__ void await_count(const int *count, int least) {
+    int seen;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+    while (seen < least);
+}
+
 __device__ float exp2_of(float value) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
@@ -80,6 +90,12 @@ __device__ unsigned halves_of(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
     return halves;
 }
+__device__ float float_of_half(unsigned two, int half) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)(half ? two >> 16 : two)));
+    return value;
+}
+
 #define OWN4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OWN16(d, i) OWN4(d, i), OWN4(d, i + 4), OWN4(d, i + 8), OWN4(d, i + 12)
 #define OWN32(d) OWN16(d, 0), OWN16(d, 16)

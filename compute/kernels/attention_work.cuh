@@ -28,26 +28,34 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "room in shared memory");
 
 __device__ int fetcher() { return threadIdx.x - 2 * GROUP_THREADS; }
 
-// A unit is a query row and 64 heads: those of a row follow each other. A block has a run of the splits of all units, which
-// it does step by step.
+// A unit is a query row and 64 heads: those of a row follow each other. The blocks of a team have a run of units, and each
+// block as many of a unit's splits as the others; without teams, a block has a run of the splits of all units. It does them
+// step by step.
+constexpr int STEPS = TEAM ? SPLITS / TEAM : SPLITS;  // of a unit
+static_assert(STEPS * (TEAM ? TEAM : 1) == SPLITS && HEADS % (TEAM ? TEAM : 1) == 0, "equal shares");
 struct Work {
     const long long *addresses;
     const unsigned short *query_latent, *query_rope;
     unsigned short *partial;
-    float *softmax;
+    float *softmax, *out;
+    int *counts;
     int heads, k;
     float scale;
     long long first;
     int steps;
 
     __device__ void divide(int rows) {
-        long long all = (long long)rows * BLOCKS * SPLITS;
-        first = all * blockIdx.x / gridDim.x, steps = all * (blockIdx.x + 1) / gridDim.x - first;
+        long long all = (long long)rows * BLOCKS * (TEAM ? 1 : SPLITS);
+        int runs = gridDim.x / (TEAM ? TEAM : 1), own = blockIdx.x / (TEAM ? TEAM : 1);
+        first = all * own / runs, steps = (all * (own + 1) / runs - first) * (TEAM ? STEPS : 1);
     }
-    __device__ int unit(int step) const { return (first + step) / SPLITS; }
-    __device__ int split(int step) const { return (first + step) % SPLITS; }
-    __device__ bool begins_unit(int step) const { return step == 0 || split(step) == 0; }
-    __device__ bool ends_unit(int step) const { return split(step) == SPLITS - 1; }
+    __device__ long long number(int step) const {
+        return TEAM ? (first + step / STEPS) * SPLITS + blockIdx.x % (TEAM ? TEAM : 1) * STEPS + step % STEPS : first + step;
+    }
+    __device__ int unit(int step) const { return number(step) / SPLITS; }
+    __device__ int split(int step) const { return number(step) % SPLITS; }
+    __device__ bool begins_unit(int step) const { return step == 0 || split(step) % STEPS == 0; }
+    __device__ bool ends_unit(int step) const { return split(step) % STEPS == STEPS - 1; }
     __device__ int row(int step) const { return unit(step) / BLOCKS; }
     __device__ int first_head(int step) const { return unit(step) % BLOCKS * HEADS; }
     // Where a split's result of one of the unit's heads is.
@@ -77,6 +85,9 @@ __device__ int place_of(int row, int unit) { return row * 128 + ((unit ^ (row & 
 // The first of the two heads of the thread, in [0, 64); the second is 8 more.
 __device__ int own_head() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
+__device__ unsigned word(const uint4 &four, int i) {
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
 __device__ unsigned halves_of_bfloat16(unsigned two) {
     return halves_of(__int_as_float(two << 16), __int_as_float(two & 0xffff0000));
 }

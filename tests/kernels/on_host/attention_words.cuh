@@ -119,8 +119,14 @@ inline void arrive_with_copies(Arrivals *own) {
     arrive(own);
 }
 
+inline void count_stored(int *count) { ++*count; }
+inline void await_count(const int *count, int least) {
+    host::await([=] { return *count >= least; });
+}
+
 inline float exp2_of(float value) { return std::exp2(value); }
 inline float quotient_of(float dividend, float divisor) { return dividend / divisor; }
+inline float float_of_half(unsigned two, int half) { return host::of_half(half ? two >> 16 : two & 0xffff); }
 inline unsigned halves_of(float low, float high) { return host::half_of(low) | host::half_of(high) << 16; }
 
 inline Operand by_columns(const void *own) { return (Operand)own; }

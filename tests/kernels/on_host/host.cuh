@@ -40,6 +40,7 @@ inline int __float_as_int(float value) { int bits; memcpy(&bits, &value, 4); ret
 inline float __int_as_float(int bits) { float value; memcpy(&value, &bits, 4); return value; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
