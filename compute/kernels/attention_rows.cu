@@ -8,9 +8,8 @@
 // Defined by whoever compiles it: THREADS, SHARED_BYTES; SPLITS of a query row, and BLOCKS of 64 heads; TEAM, how many
 // blocks have a query row together and join its splits, 0 for not to join them; BFLOAT16_QUERY, else
 // queries are float16; AHEAD, how many tiles ahead rows are brought into the L2 cache, 0 for not at all; SCORED_FIRST, how
-// many parts of a second tile are scored before the first tile is summed up; FENCED, whether copies are published; STREAMED, whether
-// results are last in the L2 cache; MULTIPLIER_REGISTERS, FETCHER_REGISTERS of a
-// thread.
+// many parts of a second tile are scored before the first tile is summed up; FENCED, whether copies are published;
+// STREAMED, whether results leave the L2 cache first; MULTIPLIER_REGISTERS, FETCHER_REGISTERS of a thread.
 
 #include "attention_fetch.cuh"
 #include "attention_join.cuh"

@@ -1,5 +1,5 @@
-"""The splits of sparse attention for many query rows, on Hopper GPUs: in CUDA C++ (``attention_rows.cu``), where copying,
-multiplying and storing overlap.
+"""The splits of sparse attention for many query rows, on Hopper GPUs: in CUDA C++ (``attention_rows.cu``), where
+copying, multiplying and storing overlap.
 
 They have the bits of `compute.kernels.attention_hopper`, in less time: there, a multiprocessor holds one program, which
 does one of these after the other, and each program converts the rows that it selects. Here rows are float16 already, as
@@ -32,8 +32,8 @@ TEAM = 4
 
 _HEADS = 64
 """Of a split."""
-_MOST_JOINED = 32
-"""Splits of a row."""
+_MOST_JOINED = 16
+"""Splits of a row: a thread has values of all of them in registers."""
 
 
 def attend_splits(
@@ -49,8 +49,9 @@ def attend_splits(
 ) -> bool:
     """The splits of all query rows, as `compute.kernels.attention_hopper.split_kernel` stores them.
 
-    ``addresses`` are of rows of `compute.kernels.half_rows`. ``scale`` is in units of the exponent of 2. There are at most ``blocks`` blocks. ``counts``
-    int32 [at least rows * ceil(heads / 64)] are 0 before and after. Returns whether splits are joined, to ``out``.
+    ``addresses`` are of rows of `compute.kernels.half_rows`. ``scale`` is in units of the exponent of 2. There are at
+    most ``blocks`` blocks. ``counts`` int32 [at least rows * ceil(heads / 64)] are 0 before and after. Returns whether
+    the splits were joined, too, to ``out``.
     """
     (rows, k), heads, splits = addresses.shape, query_latent.shape[1], partial.shape[1]
     halves = {query_latent.dtype, query_rope.dtype} in ({torch.bfloat16}, {torch.float16})

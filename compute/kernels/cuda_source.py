@@ -55,6 +55,10 @@ class CudaKernel:
     def int64(value: int) -> Argument:
         return value, ctypes.c_int64
 
+    @staticmethod
+    def float32(value: float) -> Argument:
+        return value, ctypes.c_float
+
     def launch(self, grid: tuple[int, int], arguments: Sequence[Argument]) -> None:
         """Enqueue blocks with ``blockIdx.x`` and ``.y`` below ``grid`` on torch's current stream.
 

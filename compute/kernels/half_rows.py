@@ -30,8 +30,8 @@ _WIDTH = tl.constexpr(HALF_ROW_DIMS)
 def fill_half_rows(record: Tensor, page_format: PageFormat, group: int, layer_in_group: int, halves: Tensor) -> None:
     """Write a layer's rows of positions 0, 1, … to ``halves`` float16 [n, 576], as many as the session has, and as fit.
 
-    ``record`` is int64 [`descriptors.FIELDS`]; both are contiguous. A row is 512 latents and 64 ropes, with the bits that
-    attention multiplies. Raises `InvalidValue` for another shape or type, or an encoding other than `Q8G64`.
+    ``record`` is int64 [`descriptors.FIELDS`]; both are contiguous. A row is 512 latents and 64 ropes, with the bits
+    that attention multiplies. Raises `InvalidValue` for another shape or type, or another encoding than `Q8G64`.
     """
     if page_format.encoding != Q8G64:
         raise InvalidValue("encoding of rows", page_format.encoding.name, Q8G64.name)
