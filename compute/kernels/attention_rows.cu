@@ -139,7 +139,11 @@ __device__ void attend_first_tiles(const Work &work, Shared &shared) {
         Keys keys(work, step, 0);
         if (work.begins_unit(step)) await(&shared.query_filled, units++ % 2);
         add_scores<0, 2>(scores, shared, 0, parity);
-        if (step > 0 && !(TEAM && work.begins_unit(step))) {
+        if (TEAM && step > 0 && work.begins_unit(step)) {
+            if constexpr (TEAM > 0) join(work, step - 1);
+#pragma unroll
+            for (int i = 0; i < 128; ++i) sums[i] = 0.0f;  // so that the join has their registers
+        } else if (step > 0) {
             await(&shared.totals, parity ^ 1);
             store_sums(work, step - 1, sums, 0, shared.total);
         }
@@ -167,13 +171,10 @@ __device__ void attend_first_tiles(const Work &work, Shared &shared) {
         if (TEAM ? work.ends_unit(step) : step + 1 == work.steps) {
             await(&shared.totals, parity);
             store_sums(work, step, sums, 0, shared.total);
-            if constexpr (TEAM > 0) {
-                tell_stored(work, step), join(work, step);
-#pragma unroll
-                for (int i = 0; i < 128; ++i) sums[i] = 0.0f;  // so that the join has their registers
-            }
+            if constexpr (TEAM > 0) tell_stored(work, step);
         }
     }
+    if constexpr (TEAM > 0) join(work, work.steps - 1);
 }
 
 // Makes float16 of a query when it has been copied.
