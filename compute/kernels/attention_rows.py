@@ -27,7 +27,7 @@ DEFINES = {
 }
 """What the source is compiled with, beside ``SPLITS``, ``BLOCKS``, ``TEAM`` and ``BFLOAT16_QUERY``."""
 
-TEAM = 4
+TEAM = 0
 """Blocks that have a query row together and join its splits; 0: they are joined by another kernel."""
 
 _HEADS = 64
