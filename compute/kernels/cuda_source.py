@@ -16,7 +16,7 @@ from torch import Tensor
 from compute.kernels.triton_support import programmatic_edge
 from protocol.errors import NoDevice
 
-Argument = tuple[int, Any]
+Argument = tuple[int | float, Any]
 """A kernel argument: its value, and its type in ctypes."""
 
 
