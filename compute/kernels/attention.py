@@ -3,7 +3,8 @@
 The definition is `compute.kernels.reference.attend`. The selected keys of a query row are cut into splits of `KEYS`;
 one program does one split for 64 heads, softmax included, and a second launch joins the splits in their order. Splits
 and tiles depend on k alone, so a query row's bits depend on nothing but its own inputs. On GPUs of compute capability
-9.0 `compute.kernels.attention_hopper` does the splits, elsewhere the kernel in this file; their bits differ.
+9.0 `compute.kernels.attention_hopper` does the splits, and with the same bits `compute.kernels.attention_rows`, of rows
+that are float16 already; elsewhere the kernel in this file does, whose bits differ.
 
 Products are of float16 values, summed in float32: a latent is int8 times scale, rounded once; query and rope are
 rounded to float16; so are the softmax weights within a split, and the splits' results. The error against exact
@@ -27,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compute.kernels.attention_hopper import WARPS, split_kernel
+from compute.kernels.attention_rows import attend_splits
 from compute.kernels.ptx import PTX, halves_of_e4m3, scaled_halves
 from compute.kernels.triton_support import await_kernel_before, launch_options
 from protocol.errors import InvalidValue
@@ -69,6 +71,7 @@ class SparseAttention:
         self._softmax = torch.empty((rows, self._splits, heads, 2), device=device)
         self._e4m3 = encoding == FP8_DS_MLA
         self._hopper_programs = 0 if portable or self._e4m3 else hopper_programs(device)
+        self._counts = torch.zeros((rows * triton.cdiv(heads, HEADS),), dtype=torch.int32, device=device)
 
     def attend(
         self,
@@ -87,6 +90,29 @@ class SparseAttention:
         contiguous. ``meanwhile`` enqueues what goes beside the last launch on another stream. Raises `InvalidValue` for
         shapes that do not fit.
         """
+        for part in self._parts(addresses, query_latent, query_rope, out):
+            last = part.stop >= len(addresses)
+            self._split(addresses[part], layer_in_group, query_latent[part], query_rope[part], scale)
+            if last:
+                meanwhile()
+            self._join(out[part])
+
+    @property
+    def attends_halves(self) -> bool:
+        return self._hopper_programs > 0
+
+    def attend_halves(
+        self, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float, out: Tensor
+    ) -> None:
+        """Like `attend`, and with its bits: ``addresses`` are of a layer's rows of `compute.kernels.half_rows`.
+
+        For many query rows, where `attends_halves`.
+        """
+        for part in self._parts(addresses, query_latent, query_rope, out):
+            if not self._split_halves(addresses[part], query_latent[part], query_rope[part], scale, out[part]):
+                self._join(out[part])
+
+    def _parts(self, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, out: Tensor) -> list[slice]:
         count = addresses.shape[0]
         if not count or addresses.shape[1] != self.k or not addresses.is_contiguous():
             raise InvalidValue("addresses", tuple(addresses.shape), f"contiguous [n > 0, {self.k}]")
@@ -95,34 +121,27 @@ class SparseAttention:
                 raise InvalidValue(
                     "query or output", tuple(tensor.shape), f"contiguous [{count}, {self.heads}, {width}]"
                 )
-        for start in range(0, count, self.rows):
-            part = slice(start, start + self.rows)
-            self._split(addresses[part], layer_in_group, query_latent[part], query_rope[part], scale)
-            if start + self.rows >= count:
-                meanwhile()
-            self._join(out[part])
+        return [slice(start, start + self.rows) for start in range(0, count, self.rows)]
 
     def _split(
         self, addresses: Tensor, layer_in_group: int, query_latent: Tensor, query_rope: Tensor, scale: float
     ) -> None:
         grid = (self._splits, triton.cdiv(self.heads, HEADS), addresses.shape[0])
-        arguments = (
-            addresses,
-            query_latent,
-            query_rope,
-            self._partial,
-            self._softmax,
-            self.heads,
-            self.k,
-            layer_in_group * _ROWS.row_bytes,
-            scale * math.log2(math.e),
-        )
+        tensors = (addresses, query_latent, query_rope, self._partial, self._softmax)
+        layer_offset, scale = layer_in_group * _ROWS.row_bytes, scale * math.log2(math.e)
+        arguments = (*tensors, self.heads, self.k, layer_offset, scale)
         if self._hopper_programs:
             split_kernel[grid](*arguments, self._hopper_programs, num_warps=WARPS, **launch_options())
         else:
             _split_kernel[grid](
                 *arguments, HEADS=HEADS, KEYS=KEYS, E4M3=self._e4m3, PTX=PTX, num_warps=8, **launch_options()
             )
+
+    def _split_halves(
+        self, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float, out: Tensor
+    ) -> bool:
+        tensors = (addresses, query_latent, query_rope, self._partial, self._softmax, out, self._counts)
+        return attend_splits(*tensors, scale * math.log2(math.e), self._hopper_programs)
 
     def _join(self, out: Tensor) -> None:
         _join_kernel[(LATENT_DIM // _JOINED_DIMS, self.heads, out.shape[0])](

@@ -16,7 +16,7 @@ from torch import Tensor
 from compute.kernels.triton_support import programmatic_edge
 from protocol.errors import NoDevice
 
-Argument = tuple[int, Any]
+Argument = tuple[int | float, Any]
 """A kernel argument: its value, and its type in ctypes."""
 
 
@@ -54,6 +54,10 @@ class CudaKernel:
     @staticmethod
     def int64(value: int) -> Argument:
         return value, ctypes.c_int64
+
+    @staticmethod
+    def float32(value: float) -> Argument:
+        return value, ctypes.c_float
 
     def launch(self, grid: tuple[int, int], arguments: Sequence[Argument]) -> None:
         """Enqueue blocks with ``blockIdx.x`` and ``.y`` below ``grid`` on torch's current stream.

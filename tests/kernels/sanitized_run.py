@@ -24,6 +24,7 @@ from compute.kernels.attention import SparseAttention
 from compute.kernels.cuda_source import CudaKernel
 from compute.kernels.descriptors import describe
 from compute.kernels.fetch import fetch
+from compute.kernels.half_rows import HALF_ROW_DIMS, fill_half_rows, half_row_addresses
 from compute.kernels.index_score import index_scores
 from compute.kernels.positions import begin_step
 from compute.kernels.resolve import RoundBuffers, resolve
@@ -102,11 +103,16 @@ def run_step(pages: Pages, records: Tensor, rows: int) -> None:
         resolve(records, page_format, GROUP, selection, buffers)
         fetch(buffers, page_format.group_row_bytes(GROUP))
 
+    halves = torch.empty((LENGTH, HALF_ROW_DIMS), dtype=torch.float16, device=DEVICE)
+    fill_half_rows(records[0], page_format, GROUP, 1, halves)
     for count in ATTENDED_ROWS:
         latent, rope = normal(count, HEADS, 512).bfloat16(), normal(count, HEADS, 64).bfloat16()
         out = torch.empty((count, HEADS, 512), device=DEVICE)
         attention = SparseAttention(count, HEADS, K, DEVICE)
         attention.attend(buffers.addresses[0, :1].repeat(count, 1), 1, latent, rope, 0.05, out)
+        if attention.attends_halves and DEVICE.type == "cuda":
+            of_halves = half_row_addresses(selection[0, :1], halves).repeat(count, 1)
+            attention.attend_halves(of_halves, latent, rope, 0.05, out)
 
 
 STEP_MODULES = (
@@ -114,7 +120,9 @@ STEP_MODULES = (
     "append",
     "attention",
     "attention_hopper",
+    "attention_rows",
     "fetch",
+    "half_rows",
     "index_score",
     "positions",
     "resolve",

@@ -24,6 +24,7 @@ from compute.kernels.blend import blend
 from compute.kernels.descriptors import FIELDS, describe
 from compute.kernels.experts import Experts, experts, route
 from compute.kernels.fetch import fetch
+from compute.kernels.half_rows import HALF_ROW_DIMS, fill_half_rows
 from compute.kernels.hidden import store_hidden
 from compute.kernels.index_score import index_scores
 from compute.kernels.inputs import Angles, IndexerRows, hidden_inputs, query_inputs
@@ -188,6 +189,14 @@ def test_attention(encoding: Encoding, heads: int, k: int) -> None:
     row_addresses(_records(pages, 1)[:1], pages.page_map.format, 1, selection[None], addresses[None])
     query, rope, out = _normal(3, heads, 512), _normal(3, heads, 64), torch.empty(3, heads, 512)
     SparseAttention(2, heads, k, DEVICE, encoding=encoding).attend(addresses, 3, query.half(), rope.half(), 0.1, out)
+
+
+@pytest.mark.parametrize("room", [1, LENGTH, LENGTH + 1])
+def test_rows_as_halves(room: int) -> None:
+    """Of a session, and of an idle place."""
+    pages = _session()
+    for record in _records(pages, 1):
+        fill_half_rows(record, pages.page_map.format, 1, 3, torch.empty((room, HALF_ROW_DIMS), dtype=torch.float16))
 
 
 def test_planar_export() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cuda.bindings import nvrtc
 
-from compute.kernels import panels, strips
+from compute.kernels import attention_rows, panels, strips
 from compute.kernels.cuda_source import compiled
 from compute.kernels.topk_cluster import DEFINES
 from protocol.errors import NoDevice
@@ -52,6 +52,13 @@ def test_products_of_many_rows_compile(name: str, split: bool, rows: int) -> Non
     defines = panels.launch_defines(panels.tuned(split, rows) | {"FLOAT_OUT": 1, "COUNT": panels.MOST_EXPERTS})
     assert defines["SHARED_BYTES"] <= 227 << 10
     assert compiled(name, (9, 0), tuple(sorted(defines.items()))).startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("team", [0, 1, 4])
+def test_attention_compiles(team: int) -> None:
+    defines = attention_rows.DEFINES | {"SPLITS": 16, "BLOCKS": 1, "TEAM": team, "BFLOAT16_QUERY": 1}
+    assert compiled("attention_rows", (9, 0), tuple(sorted(defines.items()))).startswith(b"\x7fELF")
 
 
 @needs_nvrtc

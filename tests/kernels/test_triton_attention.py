@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compute.kernels import reference
+from compute.kernels import attention_rows, reference
 from compute.kernels.attention import KEYS, SparseAttention
+from compute.kernels.half_rows import half_row_addresses
 from protocol.errors import InvalidValue
 from protocol.layout import F32, FP8_DS_MLA, Q8G64, Encoding
 from tests.kernels.pages import DEVICE
+from tests.kernels.products import needs_hopper
+from tests.kernels.test_half_rows import halves_of
 
 LAYERS = 3
 STRIDE = LAYERS * Q8G64.rows.row_bytes
@@ -170,6 +173,29 @@ def test_resident_and_cached_rows_give_the_same_bits(attend: Attend) -> None:
     numbers = _numbers((2, 150), rows.count)
     query = _queries(2, 16)
     assert torch.equal(attend(rows.addresses(numbers), 2, *query), attend(copies.addresses(numbers), 2, *query))
+
+
+@needs_hopper
+@pytest.mark.parametrize("team", [0, 1, 4])
+@pytest.mark.parametrize(("heads", "k", "dtype"), [(64, 2048, torch.bfloat16), (16, 300, torch.float32)])
+def test_rows_as_halves_give_the_same_bits(
+    heads: int, k: int, dtype: torch.dtype, team: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for some of the query rows; twice."""
+    monkeypatch.setattr(attention_rows, "TEAM", team)
+    rows, query = Rows(500), _queries(70, heads, dtype)
+    numbers = _numbers((70, k), rows.count)
+    numbers[:, ::3] = -1
+    numbers[1] = -1
+    numbers[2, : k - 1] = -1
+    halves = halves_of(rows.memory[1::2].unflatten(1, (LAYERS, -1))[:, 1])
+    attention = SparseAttention(40, heads, k, DEVICE)
+    expected, actual = (torch.full((70, heads, 512), torch.nan, device=DEVICE) for _ in range(2))
+    attention.attend(rows.addresses(numbers), 1, *query, SCALE, expected)
+    for _ in range(2):
+        attention.attend_halves(half_row_addresses(numbers.to(DEVICE), halves), *query, SCALE, actual)
+        assert torch.equal(actual, expected)
+        actual.fill_(torch.nan)
 
 
 def test_another_encoding_is_refused() -> None:
