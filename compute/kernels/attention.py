@@ -1,10 +1,10 @@
-"""Sparse absorbed MLA attention: query rows against selected rows, read where they lie by address.
+"""Sparse absorbed MLA attention: query rows against selected rows, read where they lie.
 
 The definition is `compute.kernels.reference.attend`. The selected keys of a query row are cut into splits of `KEYS`;
 one program does one split for 64 heads, softmax included, and a second launch joins the splits in their order. Splits
 and tiles depend on k alone, so a query row's bits depend on nothing but its own inputs. On GPUs of compute capability
 9.0 `compute.kernels.attention_hopper` does the splits, and with the same bits `compute.kernels.attention_rows`, of rows
-that are float16 already; elsewhere the kernel in this file does, whose bits differ.
+of one layer that are float16 already; elsewhere the kernel in this file does, whose bits differ.
 
 Products are of float16 values, summed in float32: a latent is int8 times scale, rounded once; query and rope are
 rounded to float16; so are the softmax weights within a split, and the splits' results. The error against exact
@@ -71,7 +71,6 @@ class SparseAttention:
         self._softmax = torch.empty((rows, self._splits, heads, 2), device=device)
         self._e4m3 = encoding == FP8_DS_MLA
         self._hopper_programs = 0 if portable or self._e4m3 else hopper_programs(device)
-        self._counts = torch.zeros((rows * triton.cdiv(heads, HEADS),), dtype=torch.int32, device=device)
 
     def attend(
         self,
@@ -90,7 +89,7 @@ class SparseAttention:
         contiguous. ``meanwhile`` enqueues what goes beside the last launch on another stream. Raises `InvalidValue` for
         shapes that do not fit.
         """
-        for part in self._parts(addresses, query_latent, query_rope, out):
+        for part in self._parts("addresses", addresses, query_latent, query_rope, out):
             last = part.stop >= len(addresses)
             self._split(addresses[part], layer_in_group, query_latent[part], query_rope[part], scale)
             if last:
@@ -102,20 +101,28 @@ class SparseAttention:
         return self._hopper_programs > 0
 
     def attend_halves(
-        self, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float, out: Tensor
+        self,
+        selection: Tensor,
+        halves: Tensor,
+        query_latent: Tensor,
+        query_rope: Tensor,
+        scale: float,
+        out: Tensor,
     ) -> None:
-        """Like `attend`, and with its bits: ``addresses`` are of a layer's rows of `compute.kernels.half_rows`.
+        """Like `attend`, and with its bits, where `attends_halves`; for many query rows.
 
-        For many query rows, where `attends_halves`.
+        ``selection`` int32 [n, k] has numbers of rows of ``halves``, of `compute.kernels.half_rows`; -1 where empty.
         """
-        for part in self._parts(addresses, query_latent, query_rope, out):
-            if not self._split_halves(addresses[part], query_latent[part], query_rope[part], scale, out[part]):
-                self._join(out[part])
+        for part in self._parts("selection", selection, query_latent, query_rope, out):
+            query = query_latent[part], query_rope[part]
+            splits = self._partial, self._softmax
+            attend_splits(selection[part], halves, *query, *splits, scale * math.log2(math.e), self._hopper_programs)
+            self._join(out[part])
 
-    def _parts(self, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, out: Tensor) -> list[slice]:
-        count = addresses.shape[0]
-        if not count or addresses.shape[1] != self.k or not addresses.is_contiguous():
-            raise InvalidValue("addresses", tuple(addresses.shape), f"contiguous [n > 0, {self.k}]")
+    def _parts(self, name: str, selected: Tensor, query_latent: Tensor, query_rope: Tensor, out: Tensor) -> list[slice]:
+        count = selected.shape[0]
+        if not count or selected.shape[1] != self.k or not selected.is_contiguous():
+            raise InvalidValue(name, tuple(selected.shape), f"contiguous [n > 0, {self.k}]")
         for tensor, width in ((query_latent, LATENT_DIM), (query_rope, ROPE_DIM), (out, LATENT_DIM)):
             if tensor.shape != (count, self.heads, width) or not tensor.is_contiguous():
                 raise InvalidValue(
@@ -136,12 +143,6 @@ class SparseAttention:
             _split_kernel[grid](
                 *arguments, HEADS=HEADS, KEYS=KEYS, E4M3=self._e4m3, PTX=PTX, num_warps=8, **launch_options()
             )
-
-    def _split_halves(
-        self, addresses: Tensor, query_latent: Tensor, query_rope: Tensor, scale: float, out: Tensor
-    ) -> bool:
-        tensors = (addresses, query_latent, query_rope, self._partial, self._softmax, out, self._counts)
-        return attend_splits(*tensors, scale * math.log2(math.e), self._hopper_programs)
 
     def _join(self, out: Tensor) -> None:
         _join_kernel[(LATENT_DIM // _JOINED_DIMS, self.heads, out.shape[0])](

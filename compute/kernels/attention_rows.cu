@@ -1,26 +1,22 @@
-// The splits of sparse attention for many query rows, on Hopper GPUs: what attention_hopper.py gives, bit for bit, of rows
-// that are float16 already.
+// The splits of sparse attention for many query rows, on Hopper GPUs: what attention_hopper.py gives, bit for bit, of
+// rows that are float16 already.
 //
 // A block has three warpgroups. The first has the scores of every split's first tile and half of the sums' dimensions,
-// the second those of the second tile and the other half. The third has the parts of the next tiles copied to where all that
-// was there has been read. A split is stored while the next begins.
+// the second those of the second tile and the other half. The third has the parts of the next tiles copied to where all
+// that was there has been read. A split is stored while the next begins.
 //
-// Defined by whoever compiles it: THREADS, SHARED_BYTES; SPLITS of a query row, and BLOCKS of 64 heads; TEAM, how many
-// blocks have a query row together and join its splits, 0 for not to join them; BFLOAT16_QUERY, else
-// queries are float16; AHEAD, how many tiles ahead rows are brought into the L2 cache, 0 for not at all; SCORED_FIRST, how
-// many parts of a second tile are scored before the first tile is summed up; FENCED, whether copies are published;
-// STREAMED, whether results leave the L2 cache first; MULTIPLIER_REGISTERS, FETCHER_REGISTERS of a thread.
+// Defined by whoever compiles it: THREADS, SHARED_BYTES; SPLITS of a query row, and BLOCKS of 64 heads; BFLOAT16_QUERY,
+// else queries are float16; MULTIPLIER_REGISTERS, FETCHER_REGISTERS of a thread.
 
 #include "attention_fetch.cuh"
-#include "attention_join.cuh"
 
-static_assert(2 * MULTIPLIER_REGISTERS + FETCHER_REGISTERS <= 65536 / THREADS / 8 * 8 * 3, "what the block begins with");
+static_assert(2 * MULTIPLIER_REGISTERS + FETCHER_REGISTERS <= 65536 / THREADS / 8 * 8 * 3, "what the block has");
 
 template <int part>
 __device__ void add_part(float (&scores)[32], Shared &shared, int tile, int parity) {
     Operand query = by_columns(shared.query), keys = by_columns(shared.tiles[tile]);
     await(&shared.filled[tile][part], parity);
-    if (FENCED) publish_to_matrix_unit();
+    publish_to_matrix_unit();
     begin_products(scores);
 #pragma unroll
     for (int i = first_of(part) * 4; i < first_of(part + 1) * 4; ++i) {
@@ -55,16 +51,16 @@ __device__ void begin_sums(float (&sums)[128], unsigned (&weights)[16], Shared &
 
 // Which keys of a tile there are.
 struct Keys {
-    long long start[2];
+    int row[2];
 
     __device__ Keys(const Work &work, int step, int tile) {
-        for (int i = 0; i < 2; ++i) start[i] = work.start(2 * step + tile, i * 32 + threadIdx.x % 32);
+        for (int i = 0; i < 2; ++i) row[i] = work.selected(2 * step + tile, i * 32 + threadIdx.x % 32);
     }
 };
 // Scores in units of the exponent; the largest of each head, `top` too.
 __device__ void scale_scores(float (&scores)[32], float (&top)[2], const Keys &keys, float scale) {
     unsigned there[2];
-    for (int i = 0; i < 2; ++i) there[i] = __ballot_sync(0xffffffff, keys.start[i] != 0) >> threadIdx.x % 4 * 2;
+    for (int i = 0; i < 2; ++i) there[i] = __ballot_sync(0xffffffff, keys.row[i] >= 0) >> threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
         int key = i / 4 * 8 + i % 2;
@@ -121,10 +117,7 @@ __device__ void store_sums(const Work &work, int step, const float (&sums)[128],
                 const float *of = sums + part / 2 * 32 + part % 2 * 4 + i * 2;
                 uint4 eight = {halves_of(of[0] * whole, of[1] * whole), halves_of(of[8] * whole, of[9] * whole),
                                halves_of(of[16] * whole, of[17] * whole), halves_of(of[24] * whole, of[25] * whole)};
-                if (STREAMED)
-                    store_streamed((uint4 *)(at + part * 32), eight);
-                else
-                    *(uint4 *)(at + part * 32) = eight;
+                *(uint4 *)(at + part * 32) = eight;
             }
     }
 }
@@ -139,11 +132,7 @@ __device__ void attend_first_tiles(const Work &work, Shared &shared) {
         Keys keys(work, step, 0);
         if (work.begins_unit(step)) await(&shared.query_filled, units++ % 2);
         add_scores<0, 2>(scores, shared, 0, parity);
-        if (TEAM && step > 0 && work.begins_unit(step)) {
-            if constexpr (TEAM > 0) join(work, step - 1);
-#pragma unroll
-            for (int i = 0; i < 128; ++i) sums[i] = 0.0f;  // so that the join has their registers
-        } else if (step > 0) {
+        if (step > 0) {
             await(&shared.totals, parity ^ 1);
             store_sums(work, step - 1, sums, 0, shared.total);
         }
@@ -168,13 +157,9 @@ __device__ void attend_first_tiles(const Work &work, Shared &shared) {
         begin_sums(sums, shared, 1, 0, true);
         await_products<0>(sums);
         arrive_as_warp(&shared.read[1][0]);
-        if (TEAM ? work.ends_unit(step) : step + 1 == work.steps) {
-            await(&shared.totals, parity);
-            store_sums(work, step, sums, 0, shared.total);
-            if constexpr (TEAM > 0) tell_stored(work, step);
-        }
     }
-    if constexpr (TEAM > 0) join(work, work.steps - 1);
+    await(&shared.totals, (work.steps - 1) % 2);
+    store_sums(work, work.steps - 1, sums, 0, shared.total);
 }
 
 // Makes float16 of a query when it has been copied.
@@ -202,25 +187,19 @@ __device__ void attend_second_tiles(const Work &work, Shared &shared) {
         int parity = step % 2;
         Keys keys(work, step, 1);
         if (work.begins_unit(step)) await(&shared.query_filled, units++ % 2);
-        add_scores<0, SCORED_FIRST>(scores, shared, 1, parity);
+        add_scores<0, 2>(scores, shared, 1, parity);
         await(&shared.first_weights, parity);
         begin_sums(sums, shared, 0, 1, false);
-        if constexpr (SCORED_FIRST < PARTS) {
-            await_products<0>(sums);
-            arrive_as_warp(&shared.read[0][1]);
-            add_scores<SCORED_FIRST, PARTS>(scores, shared, 1, parity);
-        }
-        await_products<SCORED_FIRST == PARTS>(scores);
+        await_products<0>(sums);
+        arrive_as_warp(&shared.read[0][1]);  // early, so that the next first tile comes while this split ends
+        add_scores<2, PARTS>(scores, shared, 1, parity);
+        await_products<0>(scores);
         if (work.ends_unit(step)) arrive_as_warp(&shared.query_read);
         float first_top[2] = {shared.first_top[head], shared.first_top[head + 8]};
         float top[2] = {first_top[0], first_top[1]}, kept[2], total[2];
         scale_scores(scores, top, keys, work.scale);
         for (int i = 0; i < 2; ++i) kept[i] = exp2_of(first_top[i] - finite(top[i]));
         take_shares(scores, top, weights);
-        if constexpr (SCORED_FIRST == PARTS) {
-            await_products<0>(sums);
-            arrive_as_warp(&shared.read[0][1]);
-        }
         await(&shared.read[0][1], parity);  // the first weights, too
         store_weights(weights, shared.weights);
         if (threadIdx.x % 4 == 0) shared.top[head] = top[0], shared.top[head + 8] = top[1];
@@ -249,19 +228,16 @@ __device__ void attend_second_tiles(const Work &work, Shared &shared) {
         await_products<0>(sums);
         arrive_as_warp(&shared.read[1][1]);
         store_sums(work, step, sums, 1, shared.total);  // the warp has the totals of its own heads
-        bool joins = TEAM && work.ends_unit(step);
-        if constexpr (TEAM > 0) if (joins) tell_stored(work, step);
         if (step + 1 < work.steps && work.begins_unit(step + 1)) fill_query(shared, units % 2);
-        if constexpr (TEAM > 0) if (joins) join(work, step);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_rows(const long long *addresses, const unsigned short *query_latent, const unsigned short *query_rope,
-                   unsigned short *partial, float *softmax, float *out, int *counts, int rows, int heads, int k,
-                   float scale) {
+    attention_rows(const int *selection, const unsigned short *halves, const unsigned short *query_latent,
+                   const unsigned short *query_rope, unsigned short *partial, float *softmax, int rows, int heads,
+                   int k, float scale) {
     SHARED_MEMORY(Shared, shared);
-    Work work = {addresses, query_latent, query_rope, partial, softmax, out, counts, heads, k, scale};
+    Work work = {selection, halves, query_latent, query_rope, partial, softmax, heads, k, scale};
     work.divide(rows);
     if (threadIdx.x == 0) {
         for (int tile = 0; tile < 2; ++tile) {

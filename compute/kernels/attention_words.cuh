@@ -41,12 +41,6 @@ __device__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// Has bytes brought into the L2 cache: a multiple of 16 of them, aligned to 16.
-__device__ void bring(long long from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-// Its line of 128 bytes.
-__device__ void bring_line(long long from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }
 // 16 bytes to shared memory, 0 where there are none.
 __device__ void copy(unsigned char *to, long long from, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -56,23 +50,6 @@ __device__ void copy(unsigned char *to, long long from, bool present) {
 // Once the thread's copies so far are there.
 __device__ void arrive_with_copies(Arrivals *own) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(own)) : "memory");
-}
-
-// What will not be read for a long time.
-__device__ void store_streamed(uint4 *to, uint4 value) {
-    asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
-                 "r"(value.w)
-                 : "memory");
-}
-
-// Adds 1 when all that the warp stored can be read on the whole GPU; its other threads have been waited for.
-__device__ void count_stored(int *count) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
-}
-__device__ void await_count(const int *count, int least) {
-    int seen;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-    while (seen < least);
 }
 
 __device__ float exp2_of(float value) {
@@ -89,11 +66,6 @@ __device__ unsigned halves_of(float low, float high) {
     unsigned halves;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
     return halves;
-}
-__device__ float float_of_half(unsigned two, int half) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)(half ? two >> 16 : two)));
-    return value;
 }
 
 #define OWN4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -156,7 +128,8 @@ __device__ void multiply(float (&sum)[128], const unsigned *a, Operand b, bool a
     asm volatile(
         "{ .reg .pred add;\n"
         "setp.ne.b32 add, %133, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES128 "}, {%128, %129, %130, %131}, %132, add, 1, 1, 1; }"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES128 "}, {%128, %129, %130, %131}, %132, "
+        "add, 1, 1, 1; }"
         : OWN128(sum)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }

@@ -11,8 +11,8 @@ constexpr int CHUNK = 64 * 128, CHUNKS = ROW_BYTES / 128;  // 64 rows of 64 floa
 constexpr int GROUP_THREADS = 128, GROUP_WARPS = 4;
 static_assert(THREADS == 3 * GROUP_THREADS, "three warpgroups");
 
-// A tile comes in parts: in the order that scores are made in, ropes and then dimensions. Two parts have one half of the
-// sums' dimensions.
+// A tile comes in parts: in the order that scores are made in, ropes and then dimensions. Two parts have one half of
+// the sums' dimensions.
 constexpr int PARTS = 4;
 __device__ constexpr int chunk_of(int i) { return (i + CHUNKS - 1) % CHUNKS; }
 __device__ constexpr int first_of(int part) { return part ? 2 * part + 1 : 0; }
@@ -28,51 +28,43 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "room in shared memory");
 
 __device__ int fetcher() { return threadIdx.x - 2 * GROUP_THREADS; }
 
-// A unit is a query row and 64 heads: those of a row follow each other. The blocks of a team have a run of units, and each
-// block as many of a unit's splits as the others; without teams, a block has a run of the splits of all units. It does them
-// step by step.
-constexpr int STEPS = TEAM ? SPLITS / TEAM : SPLITS;  // of a unit
-static_assert(STEPS * (TEAM ? TEAM : 1) == SPLITS && HEADS % (TEAM ? TEAM : 1) == 0, "equal shares");
+// A unit is a query row and 64 heads: those of a row follow each other. A block has a run of the splits of all units,
+// and does them step by step.
 struct Work {
-    const long long *addresses;
-    const unsigned short *query_latent, *query_rope;
+    const int *selection;
+    const unsigned short *halves, *query_latent, *query_rope;
     unsigned short *partial;
-    float *softmax, *out;
-    int *counts;
+    float *softmax;
     int heads, k;
     float scale;
     long long first;
     int steps;
 
     __device__ void divide(int rows) {
-        long long all = (long long)rows * BLOCKS * (TEAM ? 1 : SPLITS);
-        int runs = gridDim.x / (TEAM ? TEAM : 1), own = blockIdx.x / (TEAM ? TEAM : 1);
-        first = all * own / runs, steps = (all * (own + 1) / runs - first) * (TEAM ? STEPS : 1);
+        long long all = (long long)rows * BLOCKS * SPLITS;
+        first = all * blockIdx.x / gridDim.x, steps = all * (blockIdx.x + 1) / gridDim.x - first;
     }
-    __device__ long long number(int step) const {
-        return TEAM ? (first + step / STEPS) * SPLITS + blockIdx.x % (TEAM ? TEAM : 1) * STEPS + step % STEPS : first + step;
-    }
-    __device__ int unit(int step) const { return number(step) / SPLITS; }
-    __device__ int split(int step) const { return number(step) % SPLITS; }
-    __device__ bool begins_unit(int step) const { return step == 0 || split(step) % STEPS == 0; }
-    __device__ bool ends_unit(int step) const { return split(step) % STEPS == STEPS - 1; }
+    __device__ int unit(int step) const { return (first + step) / SPLITS; }
+    __device__ int split(int step) const { return (first + step) % SPLITS; }
+    __device__ bool begins_unit(int step) const { return step == 0 || split(step) == 0; }
+    __device__ bool ends_unit(int step) const { return split(step) == SPLITS - 1; }
     __device__ int row(int step) const { return unit(step) / BLOCKS; }
     __device__ int first_head(int step) const { return unit(step) % BLOCKS * HEADS; }
     // Where a split's result of one of the unit's heads is.
     __device__ long long entry(int step, int head) const {
         return ((long long)row(step) * SPLITS + split(step)) * heads + first_head(step) + head;
     }
-    // The address of the row of a tile's key; 0 where empty.
-    __device__ long long start(int number, int of_tile) const {
+    // Which row a tile's key is; -1 where empty.
+    __device__ int selected(int number, int of_tile) const {
         int step = number / 2, key = split(step) * SPLIT + number % 2 * TILE + of_tile;
-        return step < steps && key < k ? addresses[(long long)row(step) * k + key] : 0;
+        return step < steps && key < k ? selection[(long long)row(step) * k + key] : -1;
     }
     // The first 16 bytes that a thread copies of each of its rows of a tile; 0 where empty.
     __device__ void load_starts(int number, long long (&starts)[4]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            long long row = start(number, i * 16 + fetcher() / 8);
-            starts[i] = row ? row + fetcher() % 8 * 16 : 0;
+            int row = selected(number, i * 16 + fetcher() / 8);
+            starts[i] = row < 0 ? 0 : (long long)halves + (long long)row * ROW_BYTES + fetcher() % 8 * 16;
         }
     }
 };
@@ -85,9 +77,6 @@ __device__ int place_of(int row, int unit) { return row * 128 + ((unit ^ (row & 
 // The first of the two heads of the thread, in [0, 64); the second is 8 more.
 __device__ int own_head() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
-__device__ unsigned word(const uint4 &four, int i) {
-    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-}
 __device__ unsigned halves_of_bfloat16(unsigned two) {
     return halves_of(__int_as_float(two << 16), __int_as_float(two & 0xffff0000));
 }

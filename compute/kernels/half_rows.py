@@ -51,11 +51,6 @@ def fill_half_rows(record: Tensor, page_format: PageFormat, group: int, layer_in
     )
 
 
-def half_row_addresses(selection: Tensor, halves: Tensor) -> Tensor:
-    """Where the rows of ``selection``, of any shape, lie in ``halves``: int64, 0 for -1."""
-    return torch.where(selection < 0, 0, halves.data_ptr() + selection.long() * (HALF_ROW_DIMS * 2))
-
-
 @triton.jit
 def halves_kernel(  # type: ignore[no-untyped-def]
     record,

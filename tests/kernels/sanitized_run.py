@@ -24,7 +24,7 @@ from compute.kernels.attention import SparseAttention
 from compute.kernels.cuda_source import CudaKernel
 from compute.kernels.descriptors import describe
 from compute.kernels.fetch import fetch
-from compute.kernels.half_rows import HALF_ROW_DIMS, fill_half_rows, half_row_addresses
+from compute.kernels.half_rows import HALF_ROW_DIMS, fill_half_rows
 from compute.kernels.index_score import index_scores
 from compute.kernels.positions import begin_step
 from compute.kernels.resolve import RoundBuffers, resolve
@@ -111,8 +111,7 @@ def run_step(pages: Pages, records: Tensor, rows: int) -> None:
         attention = SparseAttention(count, HEADS, K, DEVICE)
         attention.attend(buffers.addresses[0, :1].repeat(count, 1), 1, latent, rope, 0.05, out)
         if attention.attends_halves and DEVICE.type == "cuda":
-            of_halves = half_row_addresses(selection[0, :1], halves).repeat(count, 1)
-            attention.attend_halves(of_halves, latent, rope, 0.05, out)
+            attention.attend_halves(selection[0, :1].repeat(count, 1), halves, latent, rope, 0.05, out)
 
 
 STEP_MODULES = (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compute.kernels.descriptors import describe
-from compute.kernels.half_rows import HALF_ROW_DIMS, fill_half_rows, half_row_addresses
+from compute.kernels.half_rows import HALF_ROW_DIMS, fill_half_rows
 from compute.kernels.state import NO_RING
 from compute.kernels.triton_support import INTERPRETED
 from protocol.errors import InvalidValue
@@ -51,13 +51,6 @@ def test_rows_at_home_and_in_the_ring(length: int, ring_first: int, room: int, l
     fill_half_rows(describe(pages.page_map, 1).to(DEVICE), page_format, 1, layer, halves)
     torch.testing.assert_close(halves[:count], expected, rtol=0, atol=0, equal_nan=True)
     assert bool((halves[count:] == -7.0).all())
-
-
-def test_addresses() -> None:
-    halves = torch.empty((4, HALF_ROW_DIMS), dtype=torch.float16, device=DEVICE)
-    selection = torch.tensor([[0, 3, -1]], dtype=torch.int32, device=DEVICE)
-    expected = [[halves.data_ptr(), halves[3].data_ptr(), 0]]
-    assert half_row_addresses(selection, halves).tolist() == expected
 
 
 def test_what_is_refused() -> None:

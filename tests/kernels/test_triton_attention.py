@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compute.kernels import attention_rows, reference
+from compute.kernels import reference
 from compute.kernels.attention import KEYS, SparseAttention
-from compute.kernels.half_rows import half_row_addresses
 from protocol.errors import InvalidValue
 from protocol.layout import F32, FP8_DS_MLA, Q8G64, Encoding
 from tests.kernels.pages import DEVICE
@@ -176,13 +175,9 @@ def test_resident_and_cached_rows_give_the_same_bits(attend: Attend) -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("team", [0, 1, 4])
 @pytest.mark.parametrize(("heads", "k", "dtype"), [(64, 2048, torch.bfloat16), (16, 300, torch.float32)])
-def test_rows_as_halves_give_the_same_bits(
-    heads: int, k: int, dtype: torch.dtype, team: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_as_halves_give_the_same_bits(heads: int, k: int, dtype: torch.dtype) -> None:
     """With room for some of the query rows; twice."""
-    monkeypatch.setattr(attention_rows, "TEAM", team)
     rows, query = Rows(500), _queries(70, heads, dtype)
     numbers = _numbers((70, k), rows.count)
     numbers[:, ::3] = -1
@@ -193,7 +188,7 @@ def test_rows_as_halves_give_the_same_bits(
     expected, actual = (torch.full((70, heads, 512), torch.nan, device=DEVICE) for _ in range(2))
     attention.attend(rows.addresses(numbers), 1, *query, SCALE, expected)
     for _ in range(2):
-        attention.attend_halves(half_row_addresses(numbers.to(DEVICE), halves), *query, SCALE, actual)
+        attention.attend_halves(numbers.int().to(DEVICE), halves, *query, SCALE, actual)
         assert torch.equal(actual, expected)
         actual.fill_(torch.nan)
 
@@ -210,6 +205,8 @@ def test_wrong_shapes_are_refused() -> None:
     out = torch.empty(2, 64, 512, device=DEVICE)
     with pytest.raises(InvalidValue, match="addresses"):
         attention.attend(addresses[:, :64], 0, latent, rope, SCALE, out)
+    with pytest.raises(InvalidValue, match="selection"):
+        attention.attend_halves(addresses[:, :64].int(), latent, latent, rope, SCALE, out)
     with pytest.raises(InvalidValue, match="query or output"):
         attention.attend(addresses, 0, latent[:, :32].contiguous(), rope, SCALE, out)
     with pytest.raises(InvalidValue, match="query or output"):

@@ -1,7 +1,7 @@
 // Attention of many query rows on a host. Reads int32 number of selectable rows, query rows, heads, k, blocks and seed,
 // float32 scale; then those rows of float16, int32 numbers of selected ones [.., k], -1 where empty, 2-byte queries
-// [rows, heads, 512] and [rows, heads, 64]. Writes float16 [rows, splits, heads, 512], float32 [rows, splits, heads, 2]
-// and float32 [rows, heads, 512]. Each tensor and each selectable row is heap memory of just its size.
+// [rows, heads, 512] and [rows, heads, 64]. Writes float16 [rows, splits, heads, 512] and float32 [rows, splits, heads,
+// 2]. Each tensor is heap memory of just its size.
 #include "attention_rows.cu"
 
 template <typename Type> static Type *read_all(size_t count) {
@@ -17,11 +17,8 @@ template <typename Type> static void write_all(Type *values, size_t count) {
 int main() {
     int *head = read_all<int>(6), count = head[0], rows = head[1], heads = head[2], k = head[3];
     float *scale = read_all<float>(1);
-    std::vector<char *> selectable;
-    for (int i = 0; i < count; ++i) selectable.push_back(read_all<char>(ROW_BYTES));
-    int *numbers = read_all<int>((size_t)rows * k);
-    std::vector<long long> addresses;
-    for (int i = 0; i < rows * k; ++i) addresses.push_back(numbers[i] < 0 ? 0 : (long long)selectable[numbers[i]]);
+    unsigned short *halves = read_all<unsigned short>((size_t)count * ROW_BYTES / 2);
+    int *selection = read_all<int>((size_t)rows * k);
     unsigned short *latent = read_all<unsigned short>((size_t)rows * heads * DIMS);
     unsigned short *rope = read_all<unsigned short>((size_t)rows * heads * ROPE_DIMS);
     size_t entries = (size_t)rows * SPLITS * heads;
@@ -29,18 +26,11 @@ int main() {
     float *softmax = (float *)malloc(entries * 8);
     memset(partial, 0xff, entries * DIMS * 2);
     memset(softmax, 0xff, entries * 8);
-    float *out = (float *)malloc((size_t)rows * heads * DIMS * 4);
-    memset(out, 0xff, (size_t)rows * heads * DIMS * 4);
-    std::vector<int> counts(rows * BLOCKS);
     host::grid = {(unsigned)head[4], 1};
     host::run({0, 0}, head[4], THREADS, head[5], [&] {
-        attention_rows(addresses.data(), latent, rope, partial, softmax, out, counts.data(), rows, heads, k, *scale);
+        attention_rows(selection, halves, latent, rope, partial, softmax, rows, heads, k, *scale);
     });
     write_all(partial, entries * DIMS);
     write_all(softmax, entries * 2);
-    write_all(out, (size_t)rows * heads * DIMS);
-    for (int count : counts)
-        if (count) abort();
-    for (char *row : selectable) free(row);
-    free(head), free(scale), free(numbers), free(latent), free(rope);
+    free(head), free(scale), free(halves), free(selection), free(latent), free(rope);
 }

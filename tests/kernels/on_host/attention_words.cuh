@@ -1,6 +1,6 @@
 // The words of compute/kernels/attention_words.cuh for a host: see host.cuh. Copies arrive as late as they may, when
-// those have that are waited for together, and until then there is NaN; products are made a while after the warp has begun
-// to wait for them, and operands that have changed since they were begun are an error.
+// those have that are waited for together, and until then there is NaN; products are made a while after the warp has
+// begun to wait for them, and operands that have changed since they were begun are an error.
 #pragma once
 
 #include <unordered_map>
@@ -100,11 +100,6 @@ inline void publish_to_matrix_unit() {}
 template <int registers> void take_registers() {}
 template <int registers> void give_registers() {}
 
-inline void bring(long long from, int bytes) {
-    if (from % 16 || bytes % 16) host::fail("bytes that are not aligned");
-}
-inline void bring_line(long long) {}
-inline void store_streamed(uint4 *to, uint4 value) { *to = value; }
 inline void copy(unsigned char *to, long long from, bool present) {
     if ((uintptr_t)to % 16 || from % 16) host::fail("a copy that is not aligned");
     memset(to, 0xff, 16);
@@ -119,14 +114,8 @@ inline void arrive_with_copies(Arrivals *own) {
     arrive(own);
 }
 
-inline void count_stored(int *count) { ++*count; }
-inline void await_count(const int *count, int least) {
-    host::await([=] { return *count >= least; });
-}
-
 inline float exp2_of(float value) { return std::exp2(value); }
 inline float quotient_of(float dividend, float divisor) { return dividend / divisor; }
-inline float float_of_half(unsigned two, int half) { return host::of_half(half ? two >> 16 : two & 0xffff); }
 inline unsigned halves_of(float low, float high) { return host::half_of(low) | host::half_of(high) << 16; }
 
 inline Operand by_columns(const void *own) { return (Operand)own; }
