@@ -98,7 +98,7 @@ class History:
                 self._ring.free()
             self._tables.free()
             raise
-        self._warming = Warming(caches, self.kernels) if caches else None
+        self._warming = Warming(caches, self.kernels)
         self._keys = KeyTable(keys, key_block_address)
         self._mapped_pages = 0
         self._closed = False
@@ -119,10 +119,7 @@ class History:
         before decoding: the hot cache is warmed beside it. Raises `InvalidValue` past the session's limit,
         `OutOfCapacity` where a tier is full; then nothing has changed but that pages may have been added.
         """
-        if cached:
-            self.warm()
-        elif self._warming:
-            self._warming.join()
+        self.warm() if cached else self._warming.join()
         first, end = self._length, self._length + tokens
         self._make_room(first, tokens)
         self._set_length(end)
@@ -144,7 +141,7 @@ class History:
     def select(self, group: int, query: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
         """The selection of each query row: int32 [n, topk], ascending, -1 last."""
         selection = self.kernels.select(group, query, weights, positions)
-        if self._warming and not self._use_cache:
+        if not self._use_cache:
             self._warming.keep(group, selection)
             if self._decodes_next:
                 self._warming.begin(group, self._ring_first_page * PAGE_TOKENS)
@@ -156,8 +153,8 @@ class History:
         if not self._use_cache or self.caches is None:
             # More reads than there are rows at home: each of these is better brought over once.
             if 0 < self._ring_first_page * PAGE_TOKENS < selection.numel():
-                return self.kernels.streamed(group, selection, self._runs_at_home)
-            return self.kernels.in_place(group, selection)
+                return self.kernels.streamed(group, selection, self._runs_at_home, length=self._length)
+            return self.kernels.in_place(group, selection, length=self._length)
         addresses = self.kernels.round(group, selection)
         self._control.strike(group)
         return addresses
@@ -221,8 +218,8 @@ class History:
 
     def warm(self) -> None:
         """Decoding begins with a warm cache: what was not fetched beside the last pass is fetched now."""
-        if self._warming:
-            self._warming.finish(self._ring_first_page * PAGE_TOKENS)
+        self.kernels.release()
+        self._warming.finish(self._ring_first_page * PAGE_TOKENS)
 
     def barrier(self, hidden: Tensor | None = None) -> None:
         """Return when every row of every group is committed. ``hidden`` [hidden size] is the last row's.
@@ -255,8 +252,7 @@ class History:
         self.copyback.wait_through(self.copyback.submitted_pages)
         self._attachment.device.synchronize()
         self._home.truncate(tokens, logged=logged)
-        if self._warming:
-            self._warming.forget()
+        self._warming.forget()
         self.kernels.release()  # pages at home may change now
         # The pages that are written next are the session's own from now on, if they were shared.
         for page in range(max(tokens - 1, 0) // PAGE_TOKENS, round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS):

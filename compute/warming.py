@@ -12,23 +12,26 @@ ROWS = 16
 
 
 class Warming:
-    """The rounds that warm ``caches``, beside the passes that select.
+    """The rounds that warm ``caches``, if there are any, beside the passes that select.
 
     ``end`` is a history's first position that is in the ring.
     """
 
-    def __init__(self, caches: HotCaches, kernels: KernelSet) -> None:
+    def __init__(self, caches: HotCaches | None, kernels: KernelSet) -> None:
         self._caches, self._kernels = caches, kernels
         self._selections: dict[int, Tensor] = {}
         self._under_way: list[Tensor] = []  # must outlive what reads them
 
     def keep(self, group: int, selection: Tensor) -> None:
         """Have the last rows' selections of a pass to warm with."""
-        self._selections[group] = selection[-ROWS:].clone()
+        if self._caches is not None:
+            self._selections[group] = selection[-ROWS:].clone()
 
     def begin(self, group: int, end: int) -> None:
-        """Warm one group with what was kept, beside what is enqueued from now on."""
-        selections = self._selections.pop(group)
+        """Warm one group with what was kept of it, beside what is enqueued from now on."""
+        selections = self._selections.pop(group, None)
+        if selections is None or self._caches is None:
+            return
         self._under_way.append(selections)
         with self._kernels.beside():
             for part in self._caches.warming(selections, end):
@@ -44,7 +47,6 @@ class Warming:
         """What is enqueued from now on comes after all rounds that were begun."""
         if self._under_way:
             self._kernels.join()
-            self._kernels.release()
             self._under_way.clear()
 
     def forget(self) -> None:

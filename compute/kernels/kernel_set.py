@@ -29,17 +29,20 @@ class KernelSet(Protocol):
     def select(self, group: int, query: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
         """The selection of each query row: int32 [n, k]."""
 
-    def in_place(self, group: int, selection: Tensor) -> Tensor:
-        """Addresses of the selected group rows, int64 [n, k], in the ring or at home."""
+    def in_place(self, group: int, selection: Tensor, *, length: int = 0) -> Tensor:
+        """Addresses of the selected group rows, int64 [n, k], in the ring or at home.
 
-    def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun]) -> Tensor:
+        With the ``length`` of the history, what is returned is attended to by a pass: see `attend`.
+        """
+
+    def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun], *, length: int) -> Tensor:
         """The same for passes with many query rows, after what lies in the first pages, those of ``home``, none of
         which is in the ring, was brought nearer. The groups of a pass come in ascending order; rows that were at home
         in a pass before have not changed.
         """
 
     def release(self) -> None:
-        """Give the memory back that `streamed` took."""
+        """Passes are over: give the memory back that they took."""
 
     def beside(self) -> AbstractContextManager[None]:
         """What is enqueued within comes after what is enqueued now, and may be under way beside what follows."""
@@ -53,7 +56,10 @@ class KernelSet(Protocol):
     def attend(
         self, addresses: Tensor, layer_in_group: int, query_latent: Tensor, query_rope: Tensor, scale: float
     ) -> Tensor:
-        """Attention output in the latent space: float32 [n, heads, 512]."""
+        """Attention output in the latent space: float32 [n, heads, 512].
+
+        The very ``addresses`` of a pass may be attended to in another way, with the same bits.
+        """
 
 
 class ReferenceKernels:
@@ -77,10 +83,10 @@ class ReferenceKernels:
         scores = reference.index_scores(self._memory, self._map, group, query, weights, positions)
         return reference.select_topk(scores, positions + 1, self._topk)
 
-    def in_place(self, group: int, selection: Tensor) -> Tensor:
+    def in_place(self, group: int, selection: Tensor, *, length: int = 0) -> Tensor:  # noqa: ARG002
         return reference.row_addresses(self._map, group, selection)
 
-    def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun]) -> Tensor:
+    def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun], *, length: int) -> Tensor:  # noqa: ARG002
         assert home, "nothing lies at home"
         return self.in_place(group, selection)  # on a CPU all memory is near
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from torch.nn.functional import pad
 
 from compute.kernels.addresses import row_addresses
 from compute.kernels.append import append_keys, append_rows
-from compute.kernels.attention import SparseAttention
+from compute.kernels.attention import SparseAttention, hopper_programs
 from compute.kernels.descriptors import describe
 from compute.kernels.fetch import fetch
+from compute.kernels.half_rows import HALF_ROW_DIMS, fill_half_rows
 from compute.kernels.index_score import index_scores
 from compute.kernels.resolve import RoundBuffers, resolve
 from compute.kernels.side_stream import SideStream
@@ -27,7 +29,7 @@ from compute.kernels.state import GroupCache, PageMap, PageRun
 from compute.kernels.topk import TopK
 from compute.kernels.triton_support import whole_edges
 from protocol.errors import InvalidValue
-from protocol.layout import FP8_DS_MLA, Q8G64, round_up
+from protocol.layout import FP8_DS_MLA, PAGE_TOKENS, Q8G64, round_up
 
 PLACE_ROWS = 4
 """Query rows that read each key together."""
@@ -37,8 +39,25 @@ MANY_ROWS = 256
 """Query rows that are scored at a time where there are more than `BLOCK_ROWS`, in memory that is taken for the call."""
 MANY_SCORES = 1 << 24
 """Scores of those rows, at most, where that leaves `BLOCK_ROWS`."""
-ATTENDING_ROWS = 128
+LEAST_REUSE = 2
+MOST_HALF_BYTES = 256 << 20
+"""How often a pass selects each row of a history at least, in the mean, for a layer's rows to be converted for it once;
+and the memory that is taken for that: enough for 233,000 tokens.
+"""
+ATTENDING_ROWS = 256
 """Query rows that attend at a time, likewise: 1 MiB of memory each at 64 heads, and work enough to hide a launch."""
+
+
+@dataclass(frozen=True)
+class _Halved:
+    """What a pass selected, and room for the rows of one layer in float16: see `compute.kernels.half_rows`."""
+
+    addresses: Tensor
+    selection: Tensor
+    record: Tensor
+    group: int
+    halves: Tensor
+    """float16 [length, 576]"""
 
 
 class TritonKernels:
@@ -69,6 +88,9 @@ class TritonKernels:
         self._attention: dict[int, SparseAttention] = {}
         self._stage: Stage | None = None
         self._side = SideStream(self._device)
+        self._halves_fit = self._format.encoding == Q8G64 and hopper_programs(self._device) > 0
+        self._halves: Tensor | None = None
+        self._halved: _Halved | None = None
 
     def append(self, group: int, layer_in_group: int, positions: Tensor, latent: Tensor, rope: Tensor) -> None:
         values = (tensor.contiguous()[None] for tensor in (latent, rope))
@@ -117,26 +139,35 @@ class TritonKernels:
         index_scores(records, query, weights, positions.view(places), scores.view(*places, -1), maxima=selector.maxima)
         selector.select(scores[:count], positions[:count] + 1, selection, maxima_known=True)
 
-    def in_place(self, group: int, selection: Tensor) -> Tensor:
-        addresses = torch.empty(selection.shape, dtype=torch.int64, device=self._device)
-        row_addresses(self._record(group), self._format, group, selection.contiguous()[None], addresses[None])
-        return addresses
+    def in_place(self, group: int, selection: Tensor, *, length: int = 0) -> Tensor:
+        return self._addresses(self._record(group), group, selection, length)
 
-    def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun]) -> Tensor:
+    def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun], *, length: int) -> Tensor:
         pages = sum(run.pages for run in home)
         if self._stage is None or self._stage.pages < pages:
             self.release()
             self._stage = Stage(self._map, self._records, round_up(pages, GROWTH_PAGES))
         record = self._stage.record(group, home)
-        addresses = torch.empty(selection.shape, dtype=torch.int64, device=self._device)
         with whole_edges():
-            row_addresses(record, self._format, group, selection.contiguous()[None], addresses[None])
+            return self._addresses(record, group, selection, length)
+
+    def _addresses(self, record: Tensor, group: int, selection: Tensor, length: int) -> Tensor:
+        addresses = torch.empty(selection.shape, dtype=torch.int64, device=self._device)
+        row_addresses(record, self._format, group, selection.contiguous()[None], addresses[None])
+        self._halved = None
+        many = len(selection) > BLOCK_ROWS and selection.numel() >= LEAST_REUSE * length > 0
+        if self._halves_fit and many and length * HALF_ROW_DIMS * 2 <= MOST_HALF_BYTES:
+            if self._halves is None or len(self._halves) < length:
+                self._halves = None  # given back first
+                rows = round_up(length, GROWTH_PAGES * PAGE_TOKENS)
+                self._halves = torch.empty((rows, HALF_ROW_DIMS), dtype=torch.float16, device=self._device)
+            self._halved = _Halved(addresses, selection.contiguous(), record[0], group, self._halves[:length])
         return addresses
 
     def release(self) -> None:
         if self._stage is not None:
             self._stage.join()
-        self._stage = None
+        self._stage = self._halves = self._halved = None
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -171,9 +202,13 @@ class TritonKernels:
                 self._attention[heads] = self._new_attention(BLOCK_ROWS, heads)
             attention = self._attention[heads]
         out = torch.empty(query_latent.shape, device=self._device)
-        attention.attend(
-            addresses.contiguous(), layer_in_group, query_latent.contiguous(), query_rope.contiguous(), scale, out
-        )
+        query = (query_latent.contiguous(), query_rope.contiguous())
+        halved = self._halved
+        if halved is not None and addresses is halved.addresses:
+            fill_half_rows(halved.record, self._format, halved.group, layer_in_group, halved.halves)
+            attention.attend_halves(halved.selection, halved.halves, *query, scale, out)
+        else:
+            attention.attend(addresses.contiguous(), layer_in_group, *query, scale, out)
         return out
 
     def _new_attention(self, rows: int, heads: int) -> SparseAttention:

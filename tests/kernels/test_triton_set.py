@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compute.kernels import reference
 from compute.kernels.addresses import MANY_MISSES, row_addresses
+from compute.kernels.attention import hopper_programs
 from compute.kernels.choice import default_kernels, make_kernels
 from compute.kernels.descriptors import FIELDS, describe
 from compute.kernels.kernel_set import KernelSet, ReferenceKernels
@@ -137,6 +138,29 @@ def test_a_query_row_is_the_same_alone_and_among_many() -> None:
         assert torch.equal(
             kernels.attend(kernels.in_place(GROUP, alone), 0, latent[one], rope[one], 0.05), attended[one]
         )
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_pass_attends_with_the_bits_of_any_other(streamed: bool) -> None:
+    """With as many query rows as a pass has, rows are float16 beforehand where a GPU can use that; not with one row."""
+    twins, count = Twins(cached=False), 80
+    _, selection, _ = twins.select(count, seed=5)
+    kernels, home = twins.triton, twins.sessions[0].at_home(RING_FIRST // PAGE_TOKENS)
+    addresses = (
+        kernels.streamed(GROUP, selection, home, length=LENGTH)
+        if streamed
+        else kernels.in_place(GROUP, selection, length=LENGTH)
+    )
+    latent, rope = _normal(count, HEADS, 512, seed=1).bfloat16(), _normal(count, HEADS, 64, seed=2).bfloat16()
+    for layer in range(4):
+        many = kernels.attend(addresses, layer, latent, rope, 0.1)
+        assert torch.equal(many, kernels.attend(addresses.clone(), layer, latent, rope, 0.1)), "not those of the pass"
+        one = slice(count - 1, count)
+        assert torch.equal(many[one], kernels.attend(addresses[one], layer, latent[one], rope[one], 0.1))
+    on_hopper = hopper_programs(DEVICE) > 0
+    assert (kernels._halved is not None) == on_hopper
+    kernels.release()
+    assert kernels._halved is None
 
 
 def test_case_09_a_history_of_five_rows() -> None:

@@ -26,7 +26,7 @@ def _selection(rows: int) -> torch.Tensor:
 def _check(kernels: TritonKernels, pages: Pages, group: int, home_pages: int) -> None:
     """All rows of ``group`` are found, without a byte that is read at home."""
     selection = _selection(6)
-    streamed = kernels.streamed(group, selection, pages.at_home(home_pages))
+    streamed = kernels.streamed(group, selection, pages.at_home(home_pages), length=LENGTH)
     assert kernels._stage is not None
     nbytes = format_of().group_row_bytes(group)
     truth = ReferenceKernels(pages.memory, pages.page_map, [], K)
@@ -85,7 +85,7 @@ def test_copies_are_whole_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_room_grows_with_the_history_and_is_given_back() -> None:
     pages = Pages.random(format_of(), PAGES, length=LENGTH, ring_first=RING_FIRST)
     kernels = TritonKernels(pages.page_map, [], K)
-    kernels.streamed(0, _selection(6), pages.at_home(1))
+    kernels.streamed(0, _selection(6), pages.at_home(1), length=LENGTH)
     assert kernels._stage is not None
     assert kernels._stage.pages == 256
     kernels.release()
