@@ -65,6 +65,10 @@ class LayerInputs:
         return LayerInputs(*(tensor[:rows] for tensor in vars(self).values()))
 
 
+LEAST_SCRATCH_BYTES, MOST_SCRATCH_BYTES = 256 << 20, 544 << 20
+"""For products: as much as the experts of a pass want, up to what those of 2,048 rows of GLM-5.3 do."""
+
+
 class Layers:
     """Scratch for up to ``rows`` rows of one stream, and the layers' arithmetic on them.
 
@@ -76,7 +80,9 @@ class Layers:
     ) -> None:
         self.config, self.weights, self.rows = config, weights, rows
         self.kernels = kernels or default_kernels(device.type)
-        self.workspace = Workspace(rows, device, kernels=self.kernels)
+        of_row = (config.num_experts_per_tok + 1) * (config.moe_intermediate_size // 2 + config.hidden_size) * 4
+        nbytes = min(max(rows * of_row, LEAST_SCRATCH_BYTES), MOST_SCRATCH_BYTES)
+        self.workspace = Workspace(rows, device, kernels=self.kernels, nbytes=nbytes)
         self._split = weights.split.for_rows(rows) if weights.split else None
         self._rope = Rope(config, device)
         self._angles: Angles | None = None
