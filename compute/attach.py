@@ -164,11 +164,11 @@ class Attachment:
         """
         # When it is reattached, an extent has been mapped since before the daemon was started again.
         new = [extent for extent in extents if (extent.number, extent.memory.read_only) not in self._extents]
-        start = time.perf_counter()
-        nbytes = sum(extent.memory.nbytes for extent in new)
-        with self.device.registering(nbytes), ThreadPoolExecutor(MAPPED_TOGETHER) as threads:
-            mapped = [threads.submit(self._map, extent, self.client.claim(extent.memory)) for extent in new]
-        self.attach_seconds += time.perf_counter() - start
+        with self.device.registering(sum(extent.memory.nbytes for extent in new)):
+            start = time.perf_counter()
+            with ThreadPoolExecutor(MAPPED_TOGETHER) as threads:
+                mapped = [threads.submit(self._map, extent, self.client.claim(extent.memory)) for extent in new]
+            self.attach_seconds += time.perf_counter() - start
         for one in mapped:
             one.result()
 

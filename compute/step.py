@@ -6,8 +6,8 @@ windows and counts are device data, so a graph is recorded once per batch size a
 pages fill and leave the ring, and sessions come and go. Between replays the host makes pages ready, advances the ring
 (`compute.history.History.prepare`) and copies full pages back (``settle``); it reads nothing that a step waits for.
 
-Rows that are appended and queries in the latent space are needed by attention alone. Both go beside the selection, and
-where there is none, the rows beside the queries.
+Rows that are appended and queries in the latent space are needed by attention alone. Both go beside a short selection,
+and where there is none, the rows beside the queries.
 
 Where the selected rows are found is all that resident and offloaded sessions differ in. Offloaded, the first layer of a
 group reads what the hot cache lacks at home, in registered host RAM (or, of much, a copy of its own), while a branch of
@@ -47,6 +47,11 @@ from protocol.layout import INDEX_DIM, LATENT_DIM, PAGE_TOKENS, ROPE_DIM, PageFo
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 """Sessions of a recorded step; a batch in between is filled up with idle places."""
+
+SHORT_SELECTION = 1 << 20
+"""Positions of a step, of all sessions, up to which its selections leave room for something beside them: what scores
+fifteen histories of a million tokens fills the GPU by itself (docs/decisions/021).
+"""
 
 Overlap = Literal["serial", "branch", "late"]
 OVERLAPS: tuple[Overlap, ...] = ("serial", "branch", "late")
@@ -302,7 +307,8 @@ class AttentionStep:
         positions, selection = self.positions[:batch], self._selection[:batch]
         first_layer, layers = self.format.groups[group].first_layer, self.format.groups[group].layers
         self._model.before(first_layer, batch)
-        with self._aside.beside():
+        short = batch * self.shape.max_tokens <= SHORT_SELECTION
+        with self._aside.beside() if short else nullcontext():
             self._model.queries(first_layer, batch)
             self._append(records, group, 0)
         append_keys(records, self.format, group, positions, self.inputs.index_keys[group, :batch])
