@@ -170,6 +170,7 @@ class History:
         Stores the hidden of every page's last token, where the model's last layer is, starts the copyback of pages that
         are full, and publishes what earlier copies have completed.
         """
+        self.kernels.end_pass()
         first, end = self._length - positions.shape[0], self._length
         for page in range(first // PAGE_TOKENS, end // PAGE_TOKENS) if self.format.hidden_size else ():
             last = (page + 1) * PAGE_TOKENS - 1

@@ -41,8 +41,11 @@ class KernelSet(Protocol):
         in a pass before have not changed.
         """
 
+    def end_pass(self) -> None:
+        """What was selected last is attended to no more."""
+
     def release(self) -> None:
-        """Passes are over: give the memory back that they took."""
+        """No pass follows: give the memory back that `streamed` keeps for it."""
 
     def beside(self) -> AbstractContextManager[None]:
         """What is enqueued within comes after what is enqueued now, and may be under way beside what follows."""
@@ -89,6 +92,9 @@ class ReferenceKernels:
     def streamed(self, group: int, selection: Tensor, home: Sequence[PageRun], *, length: int) -> Tensor:  # noqa: ARG002
         assert home, "nothing lies at home"
         return self.in_place(group, selection)  # on a CPU all memory is near
+
+    def end_pass(self) -> None:
+        pass
 
     def release(self) -> None:
         pass

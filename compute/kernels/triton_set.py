@@ -89,7 +89,6 @@ class TritonKernels:
         self._stage: Stage | None = None
         self._side = SideStream(self._device)
         self._halves_fit = self._format.encoding == Q8G64 and hopper_programs(self._device) > 0
-        self._halves: Tensor | None = None
         self._halved: _Halved | None = None
 
     def append(self, group: int, layer_in_group: int, positions: Tensor, latent: Tensor, rope: Tensor) -> None:
@@ -154,20 +153,21 @@ class TritonKernels:
     def _addresses(self, record: Tensor, group: int, selection: Tensor, length: int) -> Tensor:
         addresses = torch.empty(selection.shape, dtype=torch.int64, device=self._device)
         row_addresses(record, self._format, group, selection.contiguous()[None], addresses[None])
-        self._halved = None
+        self._halved = None  # whose memory is the next one's
         many = len(selection) > BLOCK_ROWS and selection.numel() >= LEAST_REUSE * length > 0
         if self._halves_fit and many and length * HALF_ROW_DIMS * 2 <= MOST_HALF_BYTES:
-            if self._halves is None or len(self._halves) < length:
-                self._halves = None  # given back first
-                rows = round_up(length, GROWTH_PAGES * PAGE_TOKENS)
-                self._halves = torch.empty((rows, HALF_ROW_DIMS), dtype=torch.float16, device=self._device)
-            self._halved = _Halved(addresses, selection.contiguous(), record[0], group, self._halves[:length])
+            rows = round_up(length, GROWTH_PAGES * PAGE_TOKENS)  # not of another size in each pass
+            halves = torch.empty((rows, HALF_ROW_DIMS), dtype=torch.float16, device=self._device)
+            self._halved = _Halved(addresses, selection.contiguous(), record[0], group, halves[:length])
         return addresses
+
+    def end_pass(self) -> None:
+        self._halved = None
 
     def release(self) -> None:
         if self._stage is not None:
             self._stage.join()
-        self._stage = self._halves = self._halved = None
+        self._stage = None
 
     @contextmanager
     def beside(self) -> Iterator[None]:

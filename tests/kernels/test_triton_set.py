@@ -159,7 +159,7 @@ def test_a_pass_attends_with_the_bits_of_any_other(streamed: bool) -> None:
         assert torch.equal(many[one], kernels.attend(addresses[one], layer, latent[one], rope[one], 0.1))
     on_hopper = hopper_programs(DEVICE) > 0
     assert (kernels._halved is not None) == on_hopper
-    kernels.release()
+    kernels.end_pass()
     assert kernels._halved is None
 
 
