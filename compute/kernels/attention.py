@@ -90,15 +90,10 @@ class SparseAttention:
         shapes that do not fit.
         """
         for part in self._parts("addresses", addresses, query_latent, query_rope, out):
-            last = part.stop >= len(addresses)
             self._split(addresses[part], layer_in_group, query_latent[part], query_rope[part], scale)
-            if last:
+            if part.stop >= len(addresses):
                 meanwhile()
             self._join(out[part])
-
-    @property
-    def attends_halves(self) -> bool:
-        return self._hopper_programs > 0
 
     def attend_halves(
         self,
@@ -109,7 +104,7 @@ class SparseAttention:
         scale: float,
         out: Tensor,
     ) -> None:
-        """Like `attend`, and with its bits, where `attends_halves`; for many query rows.
+        """Like `attend`, and with its bits, where there are `hopper_programs`; for many query rows of `Q8G64`.
 
         ``selection`` int32 [n, k] has numbers of rows of ``halves``, of `compute.kernels.half_rows`; -1 where empty.
         """

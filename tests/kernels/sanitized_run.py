@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compute.kernels.addresses import row_addresses
 from compute.kernels.append import append_keys, append_rows
-from compute.kernels.attention import SparseAttention
+from compute.kernels.attention import SparseAttention, hopper_programs
 from compute.kernels.cuda_source import CudaKernel
 from compute.kernels.descriptors import describe
 from compute.kernels.fetch import fetch
@@ -110,7 +110,7 @@ def run_step(pages: Pages, records: Tensor, rows: int) -> None:
         out = torch.empty((count, HEADS, 512), device=DEVICE)
         attention = SparseAttention(count, HEADS, K, DEVICE)
         attention.attend(buffers.addresses[0, :1].repeat(count, 1), 1, latent, rope, 0.05, out)
-        if attention.attends_halves and DEVICE.type == "cuda":
+        if hopper_programs(DEVICE):
             attention.attend_halves(selection[0, :1].repeat(count, 1), halves, latent, rope, 0.05, out)
 
 
