@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
@@ -24,11 +22,6 @@ from protocol.errors import DaemonUnavailable, NoDevice
 from protocol.handles import DeviceMemory, DevicePurpose, Extent
 
 _T = TypeVar("_T")
-
-MAPPED_TOGETHER = 4
-"""Extents that are mapped and registered at a time: one after the other, 32 GiB take 4.4 s on a machine with an
-H200, with 2, 4 and 8 at a time 3.0, 2.7 and 2.9.
-"""
 
 
 class Reattachable(Protocol):
@@ -107,7 +100,6 @@ class Attachment:
         """What is done when the daemon goes away, rather than to raise `DaemonUnavailable`."""
         self._extents: dict[tuple[int, bool], Mapping] = {}
         """By number, and whether read-only."""
-        self._adopting = threading.Lock()
         self._buffers: list[DeviceBuffer] = []
         self._reporter = MemoryReporter(client, device)
 
@@ -158,27 +150,18 @@ class Attachment:
             self.daemon_lost(error)  # what is not handed over to the next daemon is on nobody's books
 
     def adopt(self, extents: list[Extent]) -> None:
-        """Map the extents that a reply brought. The daemon names each extent once per lease, and once read-only.
-
-        Raises `OsFailure` where one cannot be mapped; those that can be are.
-        """
+        """Map the extents that a reply brought. The daemon names each extent once per lease, and once read-only."""
         # When it is reattached, an extent has been mapped since before the daemon was started again.
         new = [extent for extent in extents if (extent.number, extent.memory.read_only) not in self._extents]
         with self.device.registering(sum(extent.memory.nbytes for extent in new)):
-            start = time.perf_counter()
-            with ThreadPoolExecutor(MAPPED_TOGETHER) as threads:
-                mapped = [threads.submit(self._map, extent, self.client.claim(extent.memory)) for extent in new]
-            self.attach_seconds += time.perf_counter() - start
-        for one in mapped:
-            one.result()
-
-    def _map(self, extent: Extent, fd: int) -> None:
-        memory = extent.memory
-        mapping = self.device.map_shared(fd, memory.nbytes, read_only=memory.read_only)
-        with self._adopting:
-            self._extents[extent.number, memory.read_only] = mapping
-            self.memory.add(mapping.tensor, mapping.address)
-            self.attached_bytes += memory.nbytes
+            for extent in new:
+                start = time.perf_counter()
+                fd = self.client.claim(extent.memory)
+                mapping = self.device.map_shared(fd, extent.memory.nbytes, read_only=extent.memory.read_only)
+                self._extents[extent.number, extent.memory.read_only] = mapping
+                self.memory.add(mapping.tensor, mapping.address)
+                self.attach_seconds += time.perf_counter() - start
+                self.attached_bytes += extent.memory.nbytes
 
     def extent(self, number: int, *, read_only: bool = False) -> Mapping:
         """The mapping of an extent that `adopt` has mapped."""

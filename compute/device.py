@@ -51,7 +51,7 @@ class Device(Protocol):
     """The name by which the daemon knows it."""
 
     def map_shared(self, fd: int, nbytes: int, *, read_only: bool = False) -> Mapping:
-        """Map a shared memory segment, on any thread. Takes ``fd``; raises `OsFailure` where that fails.
+        """Map a shared memory segment. Takes ``fd``; raises `OsFailure` where that fails.
 
         Of a read-only mapping the tensor looks writable, and a write to it ends the process.
         """

@@ -50,12 +50,10 @@ class CudaDevice:
         torch.empty(1, device="cuda")  # has the context current in this thread, as the driver's calls below need it
         self.torch_device = torch.device("cuda", ordinal)
         self._driver = driver
-        self._current = self.call("cuCtxGetCurrent")
         self._ordinal = ordinal
         self._copies = torch.cuda.Stream(self.torch_device)
 
     def map_shared(self, fd: int, nbytes: int, *, read_only: bool = False) -> Mapping:
-        self.call("cuCtxSetCurrent", self._current)  # a new thread has none
         return _RegisteredMapping(self, fd, nbytes, read_only)
 
     def registering(self, nbytes: int) -> AbstractContextManager[None]:

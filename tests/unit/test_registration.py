@@ -36,10 +36,6 @@ class Driver:
         self.registered[address] = nbytes
         return (self.CUresult.CUDA_SUCCESS,)
 
-    def cuCtxSetCurrent(self, context: str) -> tuple[Any, ...]:  # noqa: N802
-        assert context == "the device's"
-        return (self.CUresult.CUDA_SUCCESS,)
-
     def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:  # noqa: N802
         del self.registered[address]
         return (self.CUresult.CUDA_SUCCESS,)
@@ -57,7 +53,6 @@ def device(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     monkeypatch.setattr(device_cuda, "REGISTER_CHUNK", CHUNK)
     made = CudaDevice.__new__(CudaDevice)
     made._driver = driver
-    made._current = "the device's"
     monkeypatch.setattr(made, "tensor_at", lambda address, nbytes: torch.empty(0, dtype=torch.uint8))
     return made
 
