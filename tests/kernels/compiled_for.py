@@ -38,7 +38,7 @@ class CompilingDriver:
         return 0
 
 
-COPIES = {"addresses_kernel", "copy_kernel", "fetch_kernel", "planar_kernel"}
+COPIES = {"addresses_kernel", "fetch_kernel", "planar_kernel"}
 """Kernels whose work is to copy rows."""
 WIDE_LOAD = re.compile(r"ld\.global[.\w:]*\.v(?:4\.[bfu]32|2\.[bfu]64)")
 """16 bytes at a time, in PTX; what a bus to the host needs."""

@@ -110,7 +110,7 @@ def run_step(pages: Pages, records: Tensor, rows: int) -> None:
         out = torch.empty((count, HEADS, 512), device=DEVICE)
         attention = SparseAttention(count, HEADS, K, DEVICE)
         attention.attend(buffers.addresses[0, :1].repeat(count, 1), 1, latent, rope, 0.05, out)
-        if hopper_programs(DEVICE):
+        if DEVICE.type == "cuda" and hopper_programs(DEVICE):
             attention.attend_halves(selection[0, :1].repeat(count, 1), halves, latent, rope, 0.05, out)
 
 

@@ -143,7 +143,7 @@ def test_a_query_row_is_the_same_alone_and_among_many() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_pass_attends_with_the_bits_of_any_other(streamed: bool) -> None:
     """With as many query rows as a pass has, rows are float16 beforehand where a GPU can use that; not with one row."""
-    twins, count = Twins(cached=False), 80
+    twins, count = Twins(cached=False), 18
     _, selection, _ = twins.select(count, seed=5)
     kernels, home = twins.triton, twins.sessions[0].at_home(RING_FIRST // PAGE_TOKENS)
     addresses = (
