@@ -48,9 +48,9 @@ from protocol.layout import INDEX_DIM, LATENT_DIM, PAGE_TOKENS, ROPE_DIM, PageFo
 BATCH_SIZES = (1, 2, 4, 8, 16)
 """Sessions of a recorded step; a batch in between is filled up with idle places."""
 
-SHORT_SELECTION = 1 << 20
-"""Positions of a step, of all sessions, up to which its selections leave room for something beside them: what scores
-fifteen histories of a million tokens fills the GPU by itself (docs/decisions/021).
+SHORT_SELECTION = 13 << 16
+"""Positions of a step, of all sessions, up to which its selections leave room for something beside them: 16 sessions of
+51,200 tokens do; what scores fifteen histories of a million fills the GPU by itself (docs/decisions/021).
 """
 
 Overlap = Literal["serial", "branch", "late"]
