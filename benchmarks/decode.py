@@ -211,7 +211,8 @@ def _pass(step: DecodeStep) -> float:
 def _split(case: str, step: DecodeStep) -> list[Row]:
     """µs of a step by kind of kernel: from the end of the kernel before to its own end, so that all add up to the step.
 
-    A kernel's own duration would say little: it is set up, and waits, while the one before still runs.
+    A kernel's own duration would say little: it is set up, and waits, while the one before still runs. What goes beside
+    others, as appending does, may so be given time of theirs.
     """
     steps = 2
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

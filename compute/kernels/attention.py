@@ -107,7 +107,10 @@ class SparseAttention:
         """Like `attend`, and with its bits, where there are `hopper_programs`; for many query rows of `Q8G64`.
 
         ``selection`` int32 [n, k] has numbers of rows of ``halves``, of `compute.kernels.half_rows`; -1 where empty.
+        Raises `InvalidValue` for shapes or types that do not fit.
         """
+        if selection.dtype != torch.int32 or halves.dtype != torch.float16 or not halves.is_contiguous():
+            raise InvalidValue("selection and halves", (selection.dtype, halves.dtype), "int32, contiguous float16")
         for part in self._parts("selection", selection, query_latent, query_rope, out):
             query = query_latent[part], query_rope[part]
             splits = self._partial, self._softmax

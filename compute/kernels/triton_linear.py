@@ -149,7 +149,9 @@ def _many_rows_of_heads(x: Tensor, weight: Matrix, out: Tensor) -> None:
     n, cut = out.shape[2], _HEAD_TILING
     tile = max(128, min(cut.tile, triton.next_power_of_2(n)))
     tiles = triton.cdiv(n, tile) * triton.cdiv(rows, MANY_ROW_TILE) * heads
-    at_a_time = torch.cuda.get_device_properties(x.device).multi_processor_count * (256 // tile) if x.is_cuda else 3
+    at_a_time = 3  # in the interpreter, so that one of them has several tiles there too
+    if x.is_cuda:
+        at_a_time = torch.cuda.get_device_properties(x.device).multi_processor_count * (256 // tile)
     _heads_kernel[(min(tiles, at_a_time),)](
         x,
         weight.values,

@@ -40,10 +40,9 @@ MANY_ROWS = 256
 MANY_SCORES = 1 << 24
 """Scores of those rows, at most, where that leaves `BLOCK_ROWS`."""
 LEAST_REUSE = 2
+"""How often a pass selects each row of a history, in the mean, for a layer's rows to be converted for it once."""
 MOST_HALF_BYTES = 256 << 20
-"""How often a pass selects each row of a history at least, in the mean, for a layer's rows to be converted for it once;
-and the memory that is taken for that: enough for 233,000 tokens.
-"""
+"""Memory for these rows at most: enough for 233,000 tokens. Longer histories are attended to as they are."""
 ATTENDING_ROWS = 256
 """Query rows that attend at a time, likewise: 1 MiB of memory each at 64 heads, and work enough to hide a launch."""
 

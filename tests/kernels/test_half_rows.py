@@ -9,12 +9,10 @@ from torch import Tensor
 from compute.kernels.descriptors import describe
 from compute.kernels.half_rows import HALF_ROW_DIMS, fill_half_rows
 from compute.kernels.state import NO_RING
-from compute.kernels.triton_support import INTERPRETED
 from protocol.errors import InvalidValue
 from protocol.layout import FP8_DS_MLA, PAGE_TOKENS, Q8G64
 from tests.kernels.pages import DEVICE, Pages, format_of
 
-needs_triton = pytest.mark.skipif(DEVICE.type != "cuda" and not INTERPRETED, reason="needs a GPU or the interpreter")
 LAYERS, PAGES = 4, 5
 
 
@@ -27,7 +25,6 @@ def halves_of(rows: Tensor) -> Tensor:
     return torch.cat([latents.view(-1, 512), ropes], 1)
 
 
-@needs_triton
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, of infinities
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
 @pytest.mark.parametrize(

@@ -193,6 +193,16 @@ def test_rows_as_halves_give_the_same_bits(heads: int, k: int, dtype: torch.dtyp
         actual.fill_(torch.nan)
 
 
+def test_halves_of_another_type_are_refused() -> None:
+    query, out = _queries(1, 16), torch.empty((1, 16, 512), device=DEVICE)
+    selection = torch.zeros((1, 8), dtype=torch.int32, device=DEVICE)
+    halves = torch.zeros((4, 576), dtype=torch.float16, device=DEVICE)
+    attention = SparseAttention(1, 16, 8, DEVICE)
+    for numbers, rows in ((selection.long(), halves), (selection, halves.float()), (selection, halves[:, ::2])):
+        with pytest.raises(InvalidValue, match="selection and halves"):
+            attention.attend_halves(numbers, rows, *query, SCALE, out)
+
+
 def test_another_encoding_is_refused() -> None:
     with pytest.raises(InvalidValue, match="f32"):
         SparseAttention(2, 64, 128, DEVICE, encoding=F32)

@@ -40,7 +40,6 @@ inline int __float_as_int(float value) { int bits; memcpy(&bits, &value, 4); ret
 inline float __int_as_float(int bits) { float value; memcpy(&value, &bits, 4); return value; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
@@ -204,7 +203,7 @@ inline int __shfl_up_sync(unsigned, int value, int distance) {
     int lane = threadIdx.x % 32;
     return host::of_warp(value)[lane >= distance ? lane - distance : lane];
 }
-template <typename Type> Type __shfl_sync(unsigned, Type value, int lane) { return host::of_warp(value)[lane]; }
+inline int __shfl_sync(unsigned, int value, int lane) { return host::of_warp(value)[lane]; }
 inline int __reduce_add_sync(unsigned, int value) {
     unsigned sum = 0;
     for (int brought : host::of_warp(value)) sum += brought;
